@@ -1,0 +1,201 @@
+"""Every error that Milepost raises on purpose, sorted by what the caller would do about it.
+
+    CheckpointError
+    |-- NotFoundError (FileNotFoundError)       nothing is there: check the path
+    |   `-- NotCommittedError                   something is there, but no save of it ever finished
+    |-- DamagedError (ValueError)               the bytes are not those that were saved: use another
+    |   |-- FormatError                         a document or header is malformed
+    |   |-- DigestMismatchError                 a digest does not fit
+    |   `-- CheckpointIncompleteError           files of one checkpoint are missing or disagree
+    |       `-- InconsistentError               they carry the stamps of different saves
+    |-- UnsupportedVersionError (ValueError)    written by a newer Milepost: upgrade
+    |-- UnsafePickleError (ValueError)          a pickle wants more than plain data; nothing was run
+    |-- InvalidInputError (ValueError)          an argument cannot be right: change the call
+    |   `-- UnencodableError (TypeError)        a value in the state cannot be stored losslessly
+    |-- MismatchError (ValueError, RuntimeError) checkpoint and live state do not fit each other
+    |   |-- KeyMismatchError                    names missing or unexpected
+    |   |-- ShapeMismatchError, DtypeMismatchError
+    |   `-- ConfigMismatchError                 the recorded configuration differs
+    |-- ExistsError (FileExistsError)           the target is taken: choose another or say replace
+    |-- RunInUseError                           a live process is writing into this run
+    |-- StorageError (OSError)                  the file system said no: retry, free space, remount
+    |   `-- NoSpaceError                        too little room, found before or during a write
+    |-- LoadTornError (RuntimeError)            live state is half loaded: load again before use
+    |-- CheckpointMigrationError (RuntimeError) a legacy file could not be converted
+    `-- MissingExtraError (ImportError)         an optional dependency is needed
+
+Each class has a `code`, a short stable word for logs and `--json`; codes are append-only.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+
+class CheckpointError(Exception):
+    """Base of all errors of Milepost. `code` is stable; `path` is the file concerned, if any."""
+
+    code = "checkpoint-error"
+
+    def __init__(self, message: str, *, path: str | PathLike[str] | None = None) -> None:
+        super().__init__(message)
+        self.path = None if path is None else str(path)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class NotFoundError(CheckpointError, FileNotFoundError):
+    code = "not-found"
+
+
+class NotCommittedError(NotFoundError):
+    code = "not-committed"
+
+
+class DamagedError(CheckpointError, ValueError):
+    code = "damaged"
+
+
+class FormatError(DamagedError):
+    code = "malformed"
+
+
+class DigestMismatchError(DamagedError):
+    code = "digest-mismatch"
+
+
+class CheckpointIncompleteError(DamagedError):
+    code = "incomplete"
+
+
+class InconsistentError(CheckpointIncompleteError):
+    code = "inconsistent"
+
+
+class UnsupportedVersionError(CheckpointError, ValueError):
+    code = "unsupported-version"
+
+
+class UnsafePickleError(CheckpointError, ValueError):
+    """`global_name` is the refused `module.name`, when there is one."""
+
+    code = "unsafe-pickle"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | PathLike[str] | None = None,
+        global_name: str | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.global_name = global_name
+
+
+class InvalidInputError(CheckpointError, ValueError):
+    code = "invalid-input"
+
+
+class UnencodableError(InvalidInputError, TypeError):
+    """`key` is the dotted place of the value inside the state."""
+
+    code = "unencodable"
+
+    def __init__(self, message: str, *, key: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class MismatchError(CheckpointError, ValueError, RuntimeError):
+    code = "mismatch"
+
+
+class KeyMismatchError(MismatchError):
+    code = "key-mismatch"
+
+    def __init__(
+        self, message: str, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+
+
+class ShapeMismatchError(MismatchError):
+    code = "shape-mismatch"
+
+
+class DtypeMismatchError(MismatchError):
+    code = "dtype-mismatch"
+
+
+class ConfigMismatchError(MismatchError):
+    """`differences` maps a field to (value in the checkpoint, value now)."""
+
+    code = "config-mismatch"
+
+    def __init__(self, message: str, *, differences: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(message)
+        self.differences = dict(differences)
+
+
+class ExistsError(CheckpointError, FileExistsError):
+    code = "exists"
+
+
+class RunInUseError(CheckpointError):
+    code = "run-in-use"
+
+
+class StorageError(CheckpointError, OSError):
+    """`errno` is that of the system call."""
+
+    code = "storage"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | PathLike[str] | None = None,
+        number: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.errno = number
+
+
+class NoSpaceError(StorageError):
+    """`needed_nbytes` and `free_nbytes` are what was asked for and what the file system has."""
+
+    code = "no-space"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | PathLike[str] | None = None,
+        needed_nbytes: int | None = None,
+        free_nbytes: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, number=errno.ENOSPC)
+        self.needed_nbytes = needed_nbytes
+        self.free_nbytes = free_nbytes
+
+
+class LoadTornError(CheckpointError, RuntimeError):
+    code = "load-torn"
+
+
+class CheckpointMigrationError(CheckpointError, RuntimeError):
+    code = "migration"
+
+
+class MissingExtraError(CheckpointError, ImportError):
+    code = "missing-extra"
+
+
+class CheckpointWarning(UserWarning):
+    """Something of a checkpoint could not be used, and the call went on without it."""

@@ -1,0 +1,159 @@
+"""The manifest `milepost.json`: what a checkpoint holds, written last, sealed by its own digest.
+
+The normative text is `docs/spec/v1.md`. A manifest of a newer major version, or one that requires a
+feature unknown here, is refused by name; keys that this version does not know are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from milepost.errors import FormatError, UnsupportedVersionError
+from milepost.format import selfdigest, strictjson
+
+MANIFEST_NAME = "milepost.json"
+DIGESTS_NAME = "training/digests.bin"
+STATE_NAME = "training/state.json"
+STATE_TENSORS_NAME = "training/state.safetensors"
+FORMAT = "milepost"
+FORMAT_VERSION = "1.0"
+MAX_MANIFEST_NBYTES = 64 * 2**20
+
+Role = Literal["weights", "state", "info"]
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+
+
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of the checkpoint.
+
+    `name` is relative to the checkpoint, with `/`. `digest` is XXH3-128 in hex: of the records that
+    `records` names in `training/digests.bin` as [first, count], or of the file's bytes when there
+    are none. `role`: weights and state must be intact to load; info only warns.
+    """
+
+    name: str
+    nbytes: int
+    role: Role
+    digest: str
+    records: tuple[int, int] | None = None
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A model of the checkpoint: `prefix` is its directory inside it (empty at the root), `stem`
+    the stem of its parts. `tied` maps a name that has no tensor to the one it shares."""
+
+    prefix: str
+    stem: str
+    huggingface: bool
+    tied: dict[str, str] = {}
+
+
+class StateEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One key of the saved state. `stem` is that of its tensor parts where it has its own."""
+
+    kind: Literal["model", "optimizer", "stateful", "value"]
+    stem: str | None = None
+    class_name: str | None = None
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """See `docs/spec/v1.md`. Times are UTC in RFC 3339; `phases` are seconds of the save.
+
+    `generation` is raised when a run resumes from anything but its newest checkpoint, and
+    `branch_step` is the step it resumed from then.
+    """
+
+    format: str = FORMAT
+    format_version: str = FORMAT_VERSION
+    requires: list[str] = []
+    checkpoint_id: str
+    parent_id: str | None = None
+    generation: int = 0
+    branch_step: int | None = None
+    step: int
+    epoch: float | None = None
+    created: str
+    metrics: dict[str, float | int | str | None] = {}
+    writer: dict[str, str | None] = {}
+    mesh: dict[str, Any] = {}
+    files: list[FileEntry] = []
+    models: dict[str, ModelEntry] = {}
+    state: dict[str, StateEntry] = {}
+    model_config: Any = None
+    needs: list[str] = []
+    linked: list[str] = []
+    notes: list[str] = []
+    phases: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
+    exactness: dict[str, Any] = {}
+
+    def file(self, name: str) -> FileEntry | None:
+        return next((entry for entry in self.files if entry.name == name), None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(entry.nbytes for entry in self.files)
+
+
+def encode_manifest(manifest: Manifest, unknown: Mapping[str, Any] | None = None) -> bytes:
+    """The file's bytes; `unknown` are keys of a newer minor version, carried along."""
+    document = {**(unknown or {}), **msgspec.to_builtins(manifest)}
+    return selfdigest.seal(document, sort_keys=False)
+
+
+def parse_manifest(raw: bytes, where: str) -> Manifest:
+    """Check and decode; `FormatError`, `DigestMismatchError` or `UnsupportedVersionError`."""
+    document = strictjson.loads(raw, where=where)
+    if not isinstance(document, dict):
+        raise FormatError(f"{where}: expected a JSON object, found {type(document).__name__}")
+    check_version(document, where)
+    selfdigest.check(raw, document, where)
+    try:
+        manifest = msgspec.convert(document, Manifest)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{where}: {error}; this is not a manifest of version 1") from error
+    for entry in manifest.files:
+        check_file_name(entry.name, where)
+    return manifest
+
+
+def unknown_keys(raw: bytes, where: str) -> dict[str, Any]:
+    """Top-level keys of a manifest that this version does not know."""
+    known = {field.name for field in msgspec.structs.fields(Manifest)} | {selfdigest.KEY}
+    document = strictjson.loads(raw, where=where)
+    return {key: value for key, value in document.items() if key not in known}
+
+
+def check_version(document: Mapping[str, Any], where: str) -> None:
+    """Refuse what is not ours or newer than this code, by name."""
+    if document.get("format") != FORMAT:
+        raise FormatError(f"{where}: format is {document.get('format')!r}, expected {FORMAT!r}")
+    version = document.get("format_version")
+    major, _, minor = version.partition(".") if isinstance(version, str) else ("", "", "")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise FormatError(f"{where}: format_version is {version!r}, expected text such as '1.0'")
+    if int(major) != 1:
+        raise UnsupportedVersionError(
+            f"{where}: written in format version {version}, this Milepost reads 1.x; "
+            "upgrade milepost to load it",
+            path=where,
+        )
+    requires = document.get("requires", [])
+    missing = sorted(set(requires) - KNOWN_REQUIREMENTS) if isinstance(requires, list) else []
+    if missing:
+        raise UnsupportedVersionError(
+            f"{where}: needs {', '.join(map(str, missing))}, which this Milepost does not know; "
+            "upgrade milepost to load it",
+            path=where,
+        )
+
+
+def check_file_name(name: str, where: str) -> None:
+    """Refuse a name that could lead out of the checkpoint."""
+    parts = name.split("/")
+    if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise FormatError(f"{where}: file name {name!r} is not a plain relative path; refusing it")
