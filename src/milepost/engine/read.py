@@ -1,0 +1,280 @@
+"""Reading bytes of files straight into tensors: parallel `pread`, slices, read-only maps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from milepost._env import env_int
+from milepost.engine.source import memory_of
+from milepost.errors import DamagedError, FormatError, InvalidInputError, StorageError
+from milepost.format.dtypes import DTYPES, by_torch_name
+from milepost.geometry.blocks import Span, byte_runs
+
+READ_PIECE_NBYTES = 8 * 1024 * 1024
+MERGE_GAP_NBYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies: file, absolute first byte, safetensors dtype and shape of its header."""
+
+    name: str
+    path: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].nbits // 8
+
+    def torch_dtype(self) -> torch.dtype:
+        """`FormatError` where this torch has no such type."""
+        name = DTYPES[self.dtype].torch_name
+        dtype = None if name is None else getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise FormatError(
+                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, which torch "
+                f"{torch.__version__} cannot hold; read its bytes with another tool, or upgrade "
+                "torch"
+            )
+        return dtype
+
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape as torch counts it (two F4 are one element)."""
+        pack = DTYPES[self.dtype].elements_per_torch
+        if pack == 1:
+            return self.shape
+        if not self.shape or self.shape[-1] % pack:
+            raise FormatError(
+                f"{self.path}: tensor {self.name!r} of {self.dtype} has shape {self.shape}; torch "
+                f"packs {pack} elements in a byte along the last dim, which it must divide"
+            )
+        return (*self.shape[:-1], self.shape[-1] // pack)
+
+
+def dtype_name(tensor: torch.Tensor) -> str | None:
+    """The safetensors name of a tensor's dtype; None when the container cannot hold it."""
+    row = by_torch_name(str(tensor.dtype).removeprefix("torch."))
+    return None if row is None else row.name
+
+
+def header_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a safetensors header states for a tensor (see `StoredTensor.torch_shape`)."""
+    row = by_torch_name(str(tensor.dtype).removeprefix("torch."))
+    if row is None or row.elements_per_torch == 1:
+        return tuple(tensor.shape)
+    if tensor.dim() == 0:
+        raise InvalidInputError(f"a 0-dim tensor of {tensor.dtype} cannot be stored unpacked")
+    return (*tensor.shape[:-1], tensor.shape[-1] * row.elements_per_torch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """`threads` per process; `on_bytes(n)` is called as bytes arrive, from any thread."""
+
+    threads: int = field(default_factory=lambda: env_int("MILEPOST_IO_THREADS"))
+    on_bytes: Callable[[int], None] | None = None
+
+
+def read_tensor(stored: StoredTensor, spans: Sequence[Span] | None = None) -> torch.Tensor:
+    """The tensor, or the box `spans` of it (in torch's elements), as a new CPU tensor."""
+    shape = stored.torch_shape()
+    if spans is None:
+        out = torch.empty(shape, dtype=stored.torch_dtype())
+        fill_tensors([(stored, out)], ReadOptions())
+        return out
+    out = torch.empty([end - start for start, end in spans], dtype=stored.torch_dtype())
+    with _Files([stored.path]) as files:
+        _read_box(files.descriptor(stored.path), stored, spans, memory_of(out))
+    return out
+
+
+def fill_tensors(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], options: ReadOptions) -> None:
+    """Fill each target with its stored tensor, in parallel, each stored byte read once.
+
+    A contiguous CPU target of the stored dtype is read into as it lies; another target is filled
+    with `copy_` from a bounded piece, which casts when dtypes differ. Shapes must agree. An error
+    leaves targets half filled.
+    """
+    with _Files(sorted({stored.path for stored, _ in pairs})) as files, torch.no_grad():
+        tasks = [task for stored, target in pairs for task in _tasks(files, stored, target)]
+        _run(tasks, options)
+
+
+Task = Callable[[ReadOptions], None]
+
+
+def _tasks(files: _Files, stored: StoredTensor, target: torch.Tensor) -> Iterator[Task]:
+    assert tuple(target.shape) == stored.torch_shape(), f"{stored.name}: shapes were not checked"
+    descriptor = files.descriptor(stored.path)
+    data = target.detach()
+    is_same = data.dtype == stored.torch_dtype() and data.device.type == "cpu"
+    if is_same and data.is_contiguous():
+        view = memory_of(data)
+        for begin in range(0, view.nbytes, READ_PIECE_NBYTES):
+            piece = view[begin : begin + READ_PIECE_NBYTES]
+            yield _direct_task(descriptor, stored, piece, begin)
+        return
+    row_nbytes = max(1, stored.nbytes // max(1, data.shape[0] if data.dim() else 1))
+    rows = max(1, READ_PIECE_NBYTES // row_nbytes)
+    if data.numel() == 0:
+        return
+    if data.dim() == 0:
+        yield _staged_task(descriptor, stored, data, None)
+        return
+    for first in range(0, data.shape[0], rows):
+        yield _staged_task(descriptor, stored, data, (first, min(first + rows, data.shape[0])))
+
+
+def _direct_task(descriptor: int, stored: StoredTensor, piece: memoryview, begin: int) -> Task:
+    def run(options: ReadOptions) -> None:
+        _read_fully(descriptor, piece, stored.start + begin, stored.path)
+        _report(options, piece.nbytes)
+
+    return run
+
+
+def _staged_task(
+    descriptor: int, stored: StoredTensor, target: torch.Tensor, rows: Span | None
+) -> Task:
+    def run(options: ReadOptions) -> None:
+        view = target if rows is None else target[rows[0] : rows[1]]
+        stage = torch.empty(view.shape, dtype=stored.torch_dtype())
+        offset = 0 if rows is None else rows[0] * (stored.nbytes // target.shape[0])
+        memory = memory_of(stage)
+        _read_fully(descriptor, memory, stored.start + offset, stored.path)
+        view.copy_(stage)
+        _report(options, memory.nbytes)
+
+    return run
+
+
+def _report(options: ReadOptions, nbytes: int) -> None:
+    if options.on_bytes is not None:
+        options.on_bytes(nbytes)
+
+
+def _run(tasks: Sequence[Task], options: ReadOptions) -> None:
+    if options.threads <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            task(options)
+        return
+    remaining = iter(tasks)
+    guard = threading.Lock()
+
+    def work() -> None:
+        with torch.no_grad():
+            while True:
+                with guard:
+                    task = next(remaining, None)
+                if task is None:
+                    return
+                task(options)
+
+    with ThreadPoolExecutor(options.threads, thread_name_prefix="milepost-read") as pool:
+        for future in [pool.submit(work) for _ in range(min(options.threads, len(tasks)))]:
+            future.result()
+
+
+def _read_box(
+    descriptor: int, stored: StoredTensor, spans: Sequence[Span], out: memoryview
+) -> None:
+    """Read the runs of a box; runs with small gaps between them are fetched in one call."""
+    itemsize = stored.nbytes // max(1, prod(stored.torch_shape()))
+    group: list[tuple[int, int]] = []
+    written = 0
+
+    def flush() -> None:
+        nonlocal written
+        if not group:
+            return
+        first, last = group[0][0], group[-1][0] + group[-1][1]
+        if len(group) == 1:
+            target = out[written : written + group[0][1]]
+            _read_fully(descriptor, target, stored.start + first, stored.path)
+            written += group[0][1]
+        else:
+            whole = memoryview(bytearray(last - first))
+            _read_fully(descriptor, whole, stored.start + first, stored.path)
+            for start, nbytes in group:
+                out[written : written + nbytes] = whole[start - first : start - first + nbytes]
+                written += nbytes
+        group.clear()
+
+    for start, nbytes in byte_runs(stored.torch_shape(), spans, itemsize):
+        if group:
+            end = group[-1][0] + group[-1][1]
+            if start - end > MERGE_GAP_NBYTES or start + nbytes - group[0][0] > READ_PIECE_NBYTES:
+                flush()
+        group.append((start, nbytes))
+    flush()
+
+
+def _read_fully(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+    while target.nbytes:
+        try:
+            count = os.preadv(descriptor, [target], offset)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: {error.strerror} at byte {offset}", path=path, number=error.errno
+            ) from error
+        if count == 0:
+            raise DamagedError(
+                f"{path}: ends at byte {offset}, {target.nbytes} bytes before the tensor that its "
+                "header promises",
+                path=path,
+            )
+        target = target[count:]
+        offset += count
+
+
+def map_tensor(stored: StoredTensor) -> torch.Tensor:
+    """The tensor as a private map of its file: pages are read when touched.
+
+    Writing to the tensor changes this process's copy only. Saving over the file later is safe:
+    Milepost replaces files, it never changes one in place, so the map keeps what it maps.
+    """
+    with open(stored.path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if stored.nbytes == 0:
+        return torch.empty(stored.torch_shape(), dtype=stored.torch_dtype())
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=stored.start, count=stored.nbytes)
+    if raw.data_ptr() % max(1, stored.torch_dtype().itemsize):
+        return read_tensor(stored)  # an old file with an unaligned header cannot be viewed
+    return raw.view(stored.torch_dtype()).view(stored.torch_shape())
+
+
+class _Files:
+    """Read descriptors of some files, closed together."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._descriptors: dict[Path, int] = {}
+        try:
+            for path in paths:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.__exit__()
+            raise StorageError(
+                f"{error.filename}: {error.strerror}", path=error.filename, number=error.errno
+            ) from error
+
+    def descriptor(self, path: Path) -> int:
+        return self._descriptors[path]
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
