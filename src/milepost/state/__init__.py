@@ -1,0 +1,1 @@
+"""Capture and restore of live state: models, optimizers, everything with a state dict."""
