@@ -3,6 +3,7 @@
 `MILEPOST_IO_THREADS`      threads that write or read tensor data, per process
 `MILEPOST_WRITE_MODE`      `auto`, `direct` (O_DIRECT through a bounce buffer) or `buffered`
 `MILEPOST_VERIFY_THREADS`  threads of `milepost verify`
+`MILEPOST_RANK_TIMEOUT_S`  how long a silent rank is waited for
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ _DEFAULTS: dict[str, int | str] = {
     "MILEPOST_IO_THREADS": min(4, os.cpu_count() or 1),
     "MILEPOST_WRITE_MODE": "auto",
     "MILEPOST_VERIFY_THREADS": os.cpu_count() or 1,
+    "MILEPOST_RANK_TIMEOUT_S": 600,
 }
 
 

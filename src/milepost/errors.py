@@ -7,7 +7,8 @@
     |   |-- FormatError                         a document or header is malformed
     |   |-- DigestMismatchError                 a digest does not fit
     |   `-- CheckpointIncompleteError           files of one checkpoint are missing or disagree
-    |       `-- InconsistentError               they carry the stamps of different saves
+    |       |-- InconsistentError               they carry the stamps of different saves
+    |       `-- ReplacedError                   another save took the name meanwhile: open it again
     |-- UnsupportedVersionError (ValueError)    written by a newer Milepost: upgrade
     |-- UnsafePickleError (ValueError)          a pickle wants more than plain data; nothing was run
     |-- InvalidInputError (ValueError)          an argument cannot be right: change the call
@@ -21,6 +22,9 @@
     |-- StorageError (OSError)                  the file system said no: retry, free space, remount
     |   `-- NoSpaceError                        too little room, found before or during a write
     |-- LoadTornError (RuntimeError)            live state is half loaded: load again before use
+    |-- RankError (RuntimeError)                one rank failed, so all did: see the rank it names
+    |   `-- RankTimeoutError (TimeoutError)     some ranks never answered
+    |-- SaveOutcomeUnknownError (RuntimeError)  rank 0 fell silent: look at the run before going on
     |-- CheckpointMigrationError (RuntimeError) a legacy file could not be converted
     `-- MissingExtraError (ImportError)         an optional dependency is needed
 
@@ -30,6 +34,7 @@ Each class has a `code`, a short stable word for logs and `--json`; codes are ap
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -74,6 +79,10 @@ class CheckpointIncompleteError(DamagedError):
 
 class InconsistentError(CheckpointIncompleteError):
     code = "inconsistent"
+
+
+class ReplacedError(CheckpointIncompleteError):
+    code = "replaced"
 
 
 class UnsupportedVersionError(CheckpointError, ValueError):
@@ -165,6 +174,7 @@ class StorageError(CheckpointError, OSError):
     ) -> None:
         super().__init__(message, path=path)
         self.errno = number
+        self.strerror = None if number is None else os.strerror(number)
 
 
 class NoSpaceError(StorageError):
@@ -199,3 +209,28 @@ class MissingExtraError(CheckpointError, ImportError):
 
 class CheckpointWarning(UserWarning):
     """Something of a checkpoint could not be used, and the call went on without it."""
+
+
+class RankError(CheckpointError, RuntimeError):
+    """Raised on every rank when one failed. `rank` began; `failed` are all that reported."""
+
+    code = "rank-failed"
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, failed: Sequence[int] = ()
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.failed = tuple(failed)
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Some ranks did not answer in time; `failed` names them."""
+
+    code = "rank-missing"
+
+
+class SaveOutcomeUnknownError(CheckpointError, RuntimeError):
+    """The coordinator fell silent and the checkpoint is not (yet) on disk."""
+
+    code = "outcome-unknown"

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from milepost._env import env_int
-from milepost.engine.source import memory_of
+from milepost.engine.source import Scratch, memory_of
 from milepost.errors import DamagedError, FormatError, InvalidInputError, StorageError
 from milepost.format.dtypes import DTYPES, by_torch_name
-from milepost.geometry.blocks import Span, byte_runs
+from milepost.geometry.blocks import Span, blocks_of_range, byte_runs
 
 READ_PIECE_NBYTES = 8 * 1024 * 1024
 MERGE_GAP_NBYTES = 16 * 1024
@@ -94,7 +94,7 @@ def read_tensor(stored: StoredTensor, spans: Sequence[Span] | None = None) -> to
         fill_tensors([(stored, out)], ReadOptions())
         return out
     out = torch.empty([end - start for start, end in spans], dtype=stored.torch_dtype())
-    with _Files([stored.path]) as files:
+    with OpenFiles([stored.path]) as files:
         _read_box(files.descriptor(stored.path), stored, spans, memory_of(out))
     return out
 
@@ -106,80 +106,83 @@ def fill_tensors(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], options: Re
     with `copy_` from a bounded piece, which casts when dtypes differ. Shapes must agree. An error
     leaves targets half filled.
     """
-    with _Files(sorted({stored.path for stored, _ in pairs})) as files, torch.no_grad():
-        tasks = [task for stored, target in pairs for task in _tasks(files, stored, target)]
-        _run(tasks, options)
+    with OpenFiles(sorted({stored.path for stored, _ in pairs})) as files, torch.no_grad():
+        tasks = [task for stored, target in pairs for task in fill_tasks(files, stored, target)]
+        run_tasks(tasks, options)
 
 
-Task = Callable[[ReadOptions], None]
+Task = Callable[[ReadOptions, Scratch], None]
 
 
-def _tasks(files: _Files, stored: StoredTensor, target: torch.Tensor) -> Iterator[Task]:
+def fill_tasks(files: OpenFiles, stored: StoredTensor, target: torch.Tensor) -> Iterator[Task]:
     assert tuple(target.shape) == stored.torch_shape(), f"{stored.name}: shapes were not checked"
     descriptor = files.descriptor(stored.path)
     data = target.detach()
-    is_same = data.dtype == stored.torch_dtype() and data.device.type == "cpu"
-    if is_same and data.is_contiguous():
+    if _can_take_bytes(data, stored.torch_dtype()):
         view = memory_of(data)
         for begin in range(0, view.nbytes, READ_PIECE_NBYTES):
             piece = view[begin : begin + READ_PIECE_NBYTES]
             yield _direct_task(descriptor, stored, piece, begin)
         return
-    row_nbytes = max(1, stored.nbytes // max(1, data.shape[0] if data.dim() else 1))
-    rows = max(1, READ_PIECE_NBYTES // row_nbytes)
-    if data.numel() == 0:
-        return
-    if data.dim() == 0:
-        yield _staged_task(descriptor, stored, data, None)
-        return
-    for first in range(0, data.shape[0], rows):
-        yield _staged_task(descriptor, stored, data, (first, min(first + rows, data.shape[0])))
+    itemsize = stored.nbytes // max(1, data.numel())
+    start = 0
+    limit = max(1, READ_PIECE_NBYTES // max(1, itemsize))
+    for box in blocks_of_range(tuple(data.shape), 0, data.numel(), limit):
+        block = data[tuple(slice(*span) for span in box)]
+        yield _staged_task(descriptor, stored, block, start)
+        start += block.numel() * itemsize
+
+
+def _can_take_bytes(data: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the memory of `data` is what the file holds, so bytes can go straight into it."""
+    is_plain = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
+    return is_plain and data.dtype == dtype and data.is_contiguous()
 
 
 def _direct_task(descriptor: int, stored: StoredTensor, piece: memoryview, begin: int) -> Task:
-    def run(options: ReadOptions) -> None:
-        _read_fully(descriptor, piece, stored.start + begin, stored.path)
-        _report(options, piece.nbytes)
+    def run(options: ReadOptions, scratch: Scratch) -> None:
+        read_fully(descriptor, piece, stored.start + begin, stored.path)
+        report_bytes(options, piece.nbytes)
 
     return run
 
 
-def _staged_task(
-    descriptor: int, stored: StoredTensor, target: torch.Tensor, rows: Span | None
-) -> Task:
-    def run(options: ReadOptions) -> None:
-        view = target if rows is None else target[rows[0] : rows[1]]
-        stage = torch.empty(view.shape, dtype=stored.torch_dtype())
-        offset = 0 if rows is None else rows[0] * (stored.nbytes // target.shape[0])
-        memory = memory_of(stage)
-        _read_fully(descriptor, memory, stored.start + offset, stored.path)
-        view.copy_(stage)
-        _report(options, memory.nbytes)
+def _staged_task(descriptor: int, stored: StoredTensor, block: torch.Tensor, begin: int) -> Task:
+    """Fill `block` of the target from the bytes of its elements, which lie one after the other."""
+
+    def run(options: ReadOptions, scratch: Scratch) -> None:
+        dtype = stored.torch_dtype()
+        stage = scratch.tensor()[: block.numel() * dtype.itemsize]
+        read_fully(descriptor, memory_of(stage), stored.start + begin, stored.path)
+        block.copy_(stage.view(dtype).view(block.shape))
+        report_bytes(options, stage.numel())
 
     return run
 
 
-def _report(options: ReadOptions, nbytes: int) -> None:
+def report_bytes(options: ReadOptions, nbytes: int) -> None:
     if options.on_bytes is not None:
         options.on_bytes(nbytes)
 
 
-def _run(tasks: Sequence[Task], options: ReadOptions) -> None:
+def run_tasks(tasks: Sequence[Task], options: ReadOptions) -> None:
     if options.threads <= 1 or len(tasks) <= 1:
+        scratch = Scratch(READ_PIECE_NBYTES)
         for task in tasks:
-            task(options)
+            task(options, scratch)
         return
     remaining = iter(tasks)
     guard = threading.Lock()
 
     def work() -> None:
+        scratch = Scratch(READ_PIECE_NBYTES)
         with torch.no_grad():
             while True:
                 with guard:
                     task = next(remaining, None)
                 if task is None:
                     return
-                task(options)
+                task(options, scratch)
 
     with ThreadPoolExecutor(options.threads, thread_name_prefix="milepost-read") as pool:
         for future in [pool.submit(work) for _ in range(min(options.threads, len(tasks)))]:
@@ -201,11 +204,11 @@ def _read_box(
         first, last = group[0][0], group[-1][0] + group[-1][1]
         if len(group) == 1:
             target = out[written : written + group[0][1]]
-            _read_fully(descriptor, target, stored.start + first, stored.path)
+            read_fully(descriptor, target, stored.start + first, stored.path)
             written += group[0][1]
         else:
             whole = memoryview(bytearray(last - first))
-            _read_fully(descriptor, whole, stored.start + first, stored.path)
+            read_fully(descriptor, whole, stored.start + first, stored.path)
             for start, nbytes in group:
                 out[written : written + nbytes] = whole[start - first : start - first + nbytes]
                 written += nbytes
@@ -220,7 +223,7 @@ def _read_box(
     flush()
 
 
-def _read_fully(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
+def read_fully(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
     while target.nbytes:
         try:
             count = os.preadv(descriptor, [target], offset)
@@ -229,13 +232,16 @@ def _read_fully(descriptor: int, target: memoryview, offset: int, path: Path) ->
                 f"{path}: {error.strerror} at byte {offset}", path=path, number=error.errno
             ) from error
         if count == 0:
-            raise DamagedError(
-                f"{path}: ends at byte {offset}, {target.nbytes} bytes before the tensor that its "
-                "header promises",
-                path=path,
-            )
+            raise _ends_early(path, offset, target.nbytes)
         target = target[count:]
         offset += count
+
+
+def _ends_early(path: Path, at: int, lacking: int) -> DamagedError:
+    return DamagedError(
+        f"{path}: ends at byte {at}, {lacking} bytes before the tensor that its header promises",
+        path=path,
+    )
 
 
 def map_tensor(stored: StoredTensor) -> torch.Tensor:
@@ -244,17 +250,22 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     Writing to the tensor changes this process's copy only. Saving over the file later is safe:
     Milepost replaces files, it never changes one in place, so the map keeps what it maps.
     """
-    with open(stored.path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    dtype, shape = stored.torch_dtype(), stored.torch_shape()
     if stored.nbytes == 0:
-        return torch.empty(stored.torch_shape(), dtype=stored.torch_dtype())
+        return torch.empty(shape, dtype=dtype)
+    with OpenFiles([stored.path]) as files:
+        descriptor = files.descriptor(stored.path)
+        file_nbytes = os.fstat(descriptor).st_size
+        if file_nbytes < stored.start + stored.nbytes:
+            raise _ends_early(stored.path, file_nbytes, stored.start + stored.nbytes - file_nbytes)
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=stored.start, count=stored.nbytes)
-    if raw.data_ptr() % max(1, stored.torch_dtype().itemsize):
+    if raw.data_ptr() % dtype.itemsize:
         return read_tensor(stored)  # an old file with an unaligned header cannot be viewed
-    return raw.view(stored.torch_dtype()).view(stored.torch_shape())
+    return raw.view(dtype).view(shape)
 
 
-class _Files:
+class OpenFiles:
     """Read descriptors of some files, closed together."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -271,7 +282,7 @@ class _Files:
     def descriptor(self, path: Path) -> int:
         return self._descriptors[path]
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -76,6 +76,9 @@ class TensorSource:
         # Conjugate and negative views hold other bytes than their values say; resolving copies.
         if self.tensor.is_conj() or self.tensor.is_neg():
             self.tensor = self.tensor.resolve_conj().resolve_neg()
+        if self.tensor.element_size() == 1:
+            # Types of one byte are moved as bytes: torch need not know how to copy each of them.
+            self.tensor = self.tensor.view(torch.uint8)
         self._itemsize = self.tensor.element_size()
 
     @property

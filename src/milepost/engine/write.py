@@ -33,6 +33,7 @@ from milepost._env import env_choice, env_int
 from milepost.engine.source import ByteSource, Scratch
 from milepost.format.digests import Extent, cut_extents
 from milepost.storage import fileops
+from milepost.storage.space import require_space
 
 HASH_PIECE_NBYTES = 256 * 1024
 WRITE_PIECE_NBYTES = 1024 * 1024
@@ -53,6 +54,8 @@ class Durability(Enum):
 
 
 class WriteMode(Enum):
+    """How bytes reach the disk; AUTO is the way that was measured to be the fastest."""
+
     AUTO = "auto"
     DIRECT = "direct"
     BUFFERED = "buffered"
@@ -87,31 +90,63 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWrite:
-    """A file to be made: pieces in order that cover it without a gap."""
+    """Pieces of a file, in order of offset; all of it, or what one rank writes of it.
+
+    `file_nbytes` is the size of the whole file where the pieces are only a part.
+    """
 
     path: Path
     pieces: tuple[Piece, ...]
+    file_nbytes: int | None = None
 
     @property
     def nbytes(self) -> int:
+        """Size of the whole file."""
+        if self.file_nbytes is not None:
+            return self.file_nbytes
         return self.pieces[-1].end if self.pieces else 0
 
     def extents(self) -> list[tuple[int, int]]:
-        return cut_extents([0, *(piece.end for piece in self.pieces)])
+        return [extent for p in self.pieces for extent in cut_extents([p.start, p.end])]
 
 
 def write_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
     """Create the files and fill them; the extents of each, with digests, in file order.
 
     Space for all of them is reserved before the first byte is written. Directory entries are not
-    synced here. `OSError` as the file system raises it; what was created stays for the caller,
-    who owns the directory, to remove.
+    synced here. `NoSpaceError`, or `OSError` as the file system raises it; what was created stays
+    for the caller, who owns the directory, to remove.
     """
+    return _write_all(writes, options, _CREATE)
+
+
+def create_files(writes: Sequence[FileWrite], options: WriteOptions) -> None:
+    """Create the files with their whole size reserved, for several ranks to fill."""
     files: list[_OpenFile] = []
     try:
-        files.extend(_OpenFile(write, options) for write in writes)
+        files.extend(_OpenFile(write, options, _CREATE) for write in writes)
+        _reserve_all(files)
+    finally:
         for file in files:
-            file.reserve()
+            file.close()
+
+
+def fill_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
+    """Write these pieces into files that exist, and make them durable; see `write_files`."""
+    return _write_all(writes, options, os.O_RDWR)
+
+
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+def _write_all(
+    writes: Sequence[FileWrite], options: WriteOptions, flags: int
+) -> list[list[Extent]]:
+    files: list[_OpenFile] = []
+    try:
+        files.extend(_OpenFile(write, options, flags) for write in writes)
+        if flags & os.O_CREAT:
+            _reserve_all(files)
         _run_tasks([task for file in files for task in file.tasks()], options)
         return [file.finished_extents() for file in files]
     finally:
@@ -119,17 +154,30 @@ def write_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list
             file.close()
 
 
+def _reserve_all(files: Sequence[_OpenFile]) -> None:
+    """Reserve room for all files, where the file system can.
+
+    What is shown as free is asked first: a reservation that fails has taken all of it meanwhile,
+    and other processes would run into a full disk.
+    """
+    if files:
+        require_space(files[0].write.path.parent, sum(file.write.nbytes for file in files))
+    for file in files:
+        if not file.reserve():
+            file.set_size()
+
+
 class _OpenFile:
     """One file while it is written: its descriptors, extents and what is still to come."""
 
-    def __init__(self, write: FileWrite, options: WriteOptions) -> None:
+    def __init__(self, write: FileWrite, options: WriteOptions, flags: int) -> None:
         self.write = write
         self.options = options
         self.ranges = write.extents()
         self._starts = [piece.start for piece in write.pieces]
         self.digests: list[bytes | None] = [None] * len(self.ranges)
         self.direct = -1
-        self.buffered = fileops.open_file(write.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self.buffered = fileops.open_file(write.path, flags)
         try:
             if self._wants_direct():
                 self._open_direct()
@@ -151,9 +199,13 @@ class _OpenFile:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
 
-    def reserve(self) -> None:
-        if not fileops.reserve_file(self.buffered, self.write.nbytes):
-            fileops.truncate_file(self.buffered, self.write.nbytes)
+    def reserve(self) -> bool:
+        """Set the size, with blocks behind it; False where the file system cannot do that."""
+        return fileops.reserve_file(self.buffered, self.write.nbytes)
+
+    def set_size(self) -> None:
+        """Set the size without blocks behind it."""
+        fileops.truncate_file(self.buffered, self.write.nbytes)
 
     def tasks(self) -> Iterator[Callable[[_Worker], None]]:
         if not self._runs:
@@ -212,12 +264,17 @@ class _OpenFile:
 
 
 def _runs_of(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Neighbouring extents grouped into runs of about `RUN_NBYTES`, as index intervals."""
+    """Extents that follow each other without a gap, grouped into runs of about `RUN_NBYTES`.
+
+    Runs are intervals of positions in `ranges`.
+    """
     first = 0
-    for number, (_, end) in enumerate(ranges):
-        if end - ranges[first][0] >= RUN_NBYTES:
-            yield first, number + 1
-            first = number + 1
+    for number, (start, _) in enumerate(ranges):
+        previous_end = ranges[number - 1][1] if number else start
+        is_long = previous_end - ranges[first][0] >= RUN_NBYTES
+        if number > first and (is_long or start != previous_end):
+            yield first, number
+            first = number
     if first < len(ranges):
         yield first, len(ranges)
 

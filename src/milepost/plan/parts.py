@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from milepost.errors import InvalidInputError
+from milepost.errors import InvalidInputError, UnencodableError
 from milepost.format.header import TensorEntry, encode_header, layout_tensors, tensor_nbytes
 from milepost.format.index import Index, encode_index, part_names
 
@@ -79,8 +79,12 @@ def plan_parts(
     at all still make one part. Tensor data begins on a 4,096-byte border.
     """
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    seen: set[str] = set()
     filled = total = 0
     for name, dtype, shape in items:
+        if name in seen:
+            raise UnencodableError(f"{name}: two tensors have this name", key=name)
+        seen.add(name)
         nbytes = tensor_nbytes(dtype, tuple(shape))
         if groups[-1] and filled + nbytes > max_part_nbytes:
             groups.append([])

@@ -35,14 +35,29 @@ _AT_FDCWD = -100
 
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
-    """Send every operation of this process through `hook` while the block runs."""
+    """Send every operation of this process through `hook` while the block runs.
+
+    Inside another such block, `hook` comes first, and what it calls goes through the outer one.
+    """
     global _hook
     before = _hook
-    _hook = hook
+    _hook = hook if before is None else _chained(hook, before)
     try:
         yield
     finally:
         _hook = before
+
+
+def _chained(inner: Hook, outer: Hook) -> Hook:
+    def hook(
+        operation: str, target: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        def through_outer(*passed: Any) -> Any:
+            return outer(operation, target, function, passed)
+
+        return inner(operation, target, through_outer, arguments)
+
+    return hook
 
 
 def _run(operation: str, target: str, function: Callable[..., T], *arguments: Any) -> T:

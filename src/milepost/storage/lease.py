@@ -106,8 +106,7 @@ class RunLease:
     """
 
     def __init__(self, run: Path) -> None:
-        self.run = run
-        self._key = os.path.realpath(run)
+        self.run = Path(os.path.abspath(run))  # the process may change its directory meanwhile
         self._descriptor = -1
         self._depth = 0
 
@@ -143,8 +142,7 @@ class RunLease:
         path = self.run / LOCK_NAME
         descriptor = fileops.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            self._lock(descriptor)
-            self._refuse_other_host(descriptor)
+            self._refuse_others(descriptor, is_locked=self._lock(descriptor))
             content = Owner.this_process().to_bytes()
             fileops.truncate_file(descriptor, 0)
             fileops.write_at(descriptor, content, 0)
@@ -153,7 +151,8 @@ class RunLease:
             raise
         self._descriptor = descriptor
 
-    def _lock(self, descriptor: int) -> None:
+    def _lock(self, descriptor: int) -> bool:
+        """Whether the lock is ours; False on a file system without locks."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -166,13 +165,18 @@ class RunLease:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
+            return False
+        return True
 
-    def _refuse_other_host(self, descriptor: int) -> None:
+    def _refuse_others(self, descriptor: int, *, is_locked: bool) -> None:
+        """Refuse a holder that the lock does not show: on another host, or where nothing locks."""
         owner = Owner.from_bytes(os.pread(descriptor, 4096, 0))
         if owner is None or owner.is_dead() or owner == Owner.this_process():
             return
+        if is_locked and owner.is_on_this_host():
+            return  # it lives, but gave the lease back
         age_s = filesystem_age_s(self.run / LOCK_NAME)
-        if not owner.is_on_this_host() and age_s < STALE_AFTER_S:
+        if age_s < STALE_AFTER_S:
             raise RunInUseError(
                 f"{self.run}: {owner} held the lease {age_s:.0f} s ago and has not given it back; "
                 f"end that job, or remove {LOCK_NAME} when you are sure it is dead",

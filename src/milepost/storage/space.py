@@ -13,11 +13,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_nbytes(path: Path) -> int:
-    """Bytes that an ordinary user may still write beside `path`; its nearest existing parent."""
+    """Bytes that this user may still write beside `path`; asks its nearest existing parent.
+
+    A file system that tells no size at all counts as endless.
+    """
     while not path.exists():
         path = path.parent
     stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+    if stat.f_blocks == 0:
+        return 2**63 - 1
+    return (stat.f_bfree if os.geteuid() == 0 else stat.f_bavail) * stat.f_frsize
 
 
 def human(nbytes: float) -> str:
@@ -48,6 +53,17 @@ def no_space(path: Path, needed_nbytes: int | None) -> NoSpaceError:
         path=path,
         needed_nbytes=needed_nbytes,
         free_nbytes=free,
+    )
+
+
+def visible_error(error: OSError, path: Path) -> StorageError:
+    """The error for what failed after `path` had got its new content: readers see that already."""
+    return StorageError(
+        f"{error.filename or path}: {error.strerror or error} after the new {path.name} was in "
+        "place: it is complete and readers see it, but it may not survive a power cut; save again "
+        "when the disk is well",
+        path=path,
+        number=error.errno,
     )
 
 

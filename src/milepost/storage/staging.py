@@ -15,16 +15,19 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from milepost.errors import ExistsError
+from milepost.errors import ExistsError, FormatError
 from milepost.storage import atomic, fileops
-from milepost.storage.intent import commit_names, finish_intent, remove_asides, remove_entry
+from milepost.storage.intent import commit_names, finish_intent, read_intent, remove_asides
 from milepost.storage.lease import STALE_AFTER_S, Owner, RunLease, filesystem_age_s
+from milepost.storage.space import visible_error
 
 logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".milepost-staging-"
 OWNER_NAME = ".owner.json"
 INCOMPLETE_DIRECTORY = "_incomplete_checkpoints"
+
+_in_use: set[str] = set()  # staging directories that a thread of this process is writing
 
 
 class StagingDirectory:
@@ -41,12 +44,14 @@ class StagingDirectory:
         self.path = self.run / f"{STAGING_PREFIX}{unique}"
         self._owns = owns
         self._lease = RunLease.of(self.run)
+        self._stays = False  # what lies at `path` may be the only copy of something
 
     def __enter__(self) -> StagingDirectory:
         self._lease.__enter__()
         try:
             finish_intent(self.run)
             remove_leftovers(self.run)
+            _in_use.add(os.path.realpath(self.path))
             fileops.make_directory(self.path)
             atomic.write_new_file(self.path / OWNER_NAME, Owner.this_process().to_bytes())
         except BaseException:
@@ -64,10 +69,20 @@ class StagingDirectory:
 
     def _abandon(self) -> None:
         try:
-            with suppress(OSError):  # the next writer removes what is left
-                fileops.remove_tree(self.path)
+            if not self._stays and not self._is_recorded():
+                with suppress(OSError):  # the next writer removes what is left
+                    fileops.remove_tree(self.path)
         finally:
+            _in_use.discard(os.path.realpath(self.path))
             self._lease.__exit__(None, None, None)
+
+    def _is_recorded(self) -> bool:
+        """Whether an intent record says that this directory is to get its name."""
+        try:
+            intent = read_intent(self.run)
+        except (OSError, FormatError):
+            return True  # it may be; the next writer finds out
+        return intent is not None and any(name == self.path.name for name, _ in intent.renames)
 
     def commit(self) -> None:
         """Publish: every file in it is durable already. `ExistsError` when the name is taken."""
@@ -77,19 +92,37 @@ class StagingDirectory:
         except OSError as error:
             if not self._renamed_after_all(error):
                 raise
-        fileops.sync_directory(self.run)
+        self._sync_or_undo(lambda: fileops.rename_no_replace(self.target, self.path))
 
     def commit_replacing(self) -> None:
         """Publish in place of the directory that has the name now, which is removed afterwards."""
         self._settle()
         fileops.sync_directory(self.run)
         if fileops.exchange(self.path, self.target):
-            fileops.sync_directory(self.run)
-            remove_entry(self.run, self.path.name)
+            # Leaving the staging directory removes what lies there: the old content.
+            self._sync_or_undo(lambda: fileops.exchange(self.path, self.target))
             return
         commit_names(
             self.run, removes=(self.target.name,), renames=((self.path.name, self.target.name),)
         )
+
+    def _sync_or_undo(self, undo: Callable[[], object]) -> None:
+        """Make the new name durable, or take it back: a save that raises has published nothing.
+
+        When that fails too, nothing is removed: a power cut may bring back either name.
+        """
+        try:
+            fileops.sync_directory(self.run)
+        except OSError as error:
+            self._stays = True
+            try:
+                undo()
+            except OSError:
+                raise visible_error(error, self.target) from error
+            with suppress(OSError):
+                fileops.sync_directory(self.run)
+                self._stays = False
+            raise
 
     def _settle(self) -> None:
         fileops.unlink(self.path / OWNER_NAME)
@@ -113,9 +146,12 @@ class StagingDirectory:
 def remove_leftovers(run: Path) -> None:
     """Remove what dead writers left in `run`; what may be alive is kept and reported."""
     remove_asides(run)
-    for entry in list(os.scandir(run)):
+    found = [entry for entry in os.scandir(run) if entry.name.startswith(STAGING_PREFIX)]
+    if found:  # one may be the old half of an exchange that a power cut would undo
+        fileops.sync_directory(run)
+    for entry in found:
         path = Path(entry.path)
-        if not (entry.name.startswith(STAGING_PREFIX) and entry.is_dir(follow_symlinks=False)):
+        if not entry.is_dir(follow_symlinks=False) or os.path.realpath(path) in _in_use:
             continue
         if _may_be_alive(path):
             logger.warning("%s may belong to a job that still runs on another host; kept", path)
@@ -138,7 +174,14 @@ def _may_be_alive(staging: Path) -> bool:
 
 def move_to_incomplete(run: Path, name: str) -> Path:
     """Move a torn or foreign entry of `run` out of the way, its data kept; where it lies now."""
-    shelf = run / INCOMPLETE_DIRECTORY
+    place = move_aside(run, name, INCOMPLETE_DIRECTORY)
+    logger.warning("%s was not a committed checkpoint; moved to %s", run / name, place)
+    return place
+
+
+def move_aside(run: Path, name: str, shelf_name: str) -> Path:
+    """Move an entry of `run` into its directory `shelf_name`, its data kept; where it lies now."""
+    shelf = run / shelf_name
     fileops.make_directories(shelf)
     place, number = shelf / name, 0
     while os.path.lexists(place):
@@ -147,5 +190,4 @@ def move_to_incomplete(run: Path, name: str) -> Path:
     fileops.rename_no_replace(run / name, place)
     fileops.sync_directory(shelf)
     fileops.sync_directory(run)
-    logger.warning("%s was not a committed checkpoint; moved to %s", run / name, place)
     return place

@@ -1,0 +1,276 @@
+"""Ranks agree on a save or a load through the process group's key-value store, never a collective.
+
+All traffic is small values under keys of one conversation. Every wait has a limit, counted as time
+without a sign of life, and names who is missing. One rank that fails makes all of them fail, with
+one message. Values are at most 4 MiB; longer ones are cut.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+from milepost.errors import CheckpointError, RankError, RankTimeoutError
+
+MAX_VALUE_NBYTES = 4 * 2**20
+HEARTBEAT_S = 2.0
+DEFAULT_LIMIT_S = 600.0
+_SHORTEST_PAUSE_S = 0.0005
+_LONGEST_PAUSE_S = 0.5
+
+
+class KeyValueStore(Protocol):
+    """The part of `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Rendezvous:
+    """One conversation of all ranks, under the key prefix `topic`.
+
+    Rank 0 is the coordinator. Used as a context manager: a heartbeat tells the others that this
+    rank lives for as long as the block runs. `limit_s` bounds how long a silent rank is waited for.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        *,
+        rank: int,
+        world_size: int,
+        topic: str,
+        limit_s: float = DEFAULT_LIMIT_S,
+    ) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.topic, self.limit_s = topic, limit_s
+        self._own_keys: list[str] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.rank == 0
+
+    def __enter__(self) -> Rendezvous:
+        beat = _clone(self.store)
+        self._thread = threading.Thread(
+            target=self._beat, args=(beat,), name="milepost-heartbeat", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _beat(self, store: KeyValueStore) -> None:
+        count = 0
+        while not self._stop.wait(HEARTBEAT_S):
+            count += 1
+            try:
+                store.set(f"{self.topic}/beat/{self.rank}", str(count).encode())
+            except (RuntimeError, OSError):
+                return  # the store is gone; whoever waits on it will say so
+
+    def gather(self, name: str, value: bytes) -> list[bytes]:
+        """Every rank's value, in order of rank, at the coordinator; empty elsewhere."""
+        self._put(f"{name}/{self.rank}", value)
+        if not self.is_coordinator:
+            return []
+        return [self._get(f"{name}/{rank}", rank) for rank in range(self.world_size)]
+
+    def broadcast(self, name: str, value: bytes | None = None) -> bytes:
+        """The coordinator's value, on every rank; only the coordinator passes one."""
+        if self.is_coordinator:
+            assert value is not None, "the coordinator has something to say"
+            self._put(name, value)
+            return value
+        return self._get(name, 0)
+
+    def post(self, name: str, value: bytes) -> None:
+        """Leave a value for whoever asks by `fetch`."""
+        self._put(name, value)
+
+    def fetch(self, name: str, rank: int) -> bytes:
+        """A value that `rank` posts."""
+        return self._get(name, rank)
+
+    def settle(self, name: str, error: BaseException | None) -> None:
+        """Return when every rank has come here without an error; collective.
+
+        A rank that brings one tells all who wait, anywhere in this conversation, and raises it;
+        the others raise a `RankError` with its message that names the rank that began.
+        """
+        if error is not None:
+            self._abort(_describe(error), self.rank, kind="failed")
+            raise error
+        self.gather(f"{name}/done", b"")
+        self.broadcast(f"{name}/settled", b"" if self.is_coordinator else None)
+
+    def _put(self, name: str, value: bytes) -> None:
+        """Store a value, cut into pieces when it is long; the count comes last."""
+        key = f"{self.topic}/{name}"
+        pieces = [value[i : i + MAX_VALUE_NBYTES] for i in range(0, len(value), MAX_VALUE_NBYTES)]
+        try:
+            for number, piece in enumerate(pieces):
+                self.store.set(f"{key}/{number}", piece)
+                self._own_keys.append(f"{key}/{number}")
+            self.store.set(key, str(len(pieces)).encode())
+        except (RuntimeError, OSError) as error:
+            raise _store_gone(error) from error
+        self._own_keys.append(key)
+
+    def _get(self, name: str, rank: int) -> bytes:
+        key = f"{self.topic}/{name}"
+        self._wait(key, rank)
+        try:
+            count = int(self.store.get(key))
+            return b"".join(self.store.get(f"{key}/{number}") for number in range(count))
+        except (RuntimeError, OSError) as error:
+            raise _store_gone(error) from error
+
+    def _wait(self, key: str, rank: int) -> None:
+        """Wait for a key that `rank` sets, as long as that rank shows signs of life."""
+        start = last_sign = time.monotonic()
+        seen = b""
+        while not self._is_set(key):
+            # Later looks are rarer: thousands of ranks wait for one that writes for minutes.
+            waited = time.monotonic() - start
+            time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 20)))
+            self._raise_if_aborted()
+            beat = self._look(f"{self.topic}/beat/{rank}")
+            if beat != seen:
+                seen, last_sign = beat, time.monotonic()
+            if time.monotonic() - last_sign > self.limit_s:
+                self._abort(
+                    f"rank {rank} has shown no sign of life for {self.limit_s:.0f} s while rank "
+                    f"{self.rank} waited for {key}; it died, hangs, or never made this call",
+                    rank,
+                    kind="missing",
+                )
+                self._raise_if_aborted()
+
+    def _abort(self, message: str, rank: int, *, kind: str) -> None:
+        """Tell everybody who waits that it is in vain; the first to say so is believed."""
+        verdict = json.dumps({"message": message, "rank": rank, "kind": kind})
+        with suppress(RuntimeError, OSError):  # the store is gone: the others will find that out
+            self.store.compare_set(f"{self.topic}/abort", "", verdict)
+
+    def _raise_if_aborted(self) -> None:
+        raw = self._look(f"{self.topic}/abort")
+        if not raw:
+            return
+        verdict = json.loads(raw)
+        message, rank = verdict["message"], verdict["rank"]
+        if verdict["kind"] == "missing":
+            raise RankTimeoutError(message, rank=rank, failed=[rank])
+        raise RankError(f"rank {rank}: {message}", rank=rank, failed=[rank])
+
+    def _look(self, key: str) -> bytes:
+        """The value of a key now, empty when it has none."""
+        try:
+            return self.store.get(key) if self.store.check([key]) else b""
+        except (RuntimeError, OSError) as error:
+            raise _store_gone(error) from error
+
+    def _is_set(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except (RuntimeError, OSError) as error:
+            raise _store_gone(error) from error
+
+    def forget(self) -> None:
+        """Delete this rank's keys; called two conversations later, when all have read them."""
+        for key in [*self._own_keys, f"{self.topic}/beat/{self.rank}"]:
+            with suppress(RuntimeError, OSError):
+                self.store.delete_key(key)
+        self._own_keys.clear()
+
+
+class Solo:
+    """The conversation of a process that is alone: it says everything to itself."""
+
+    rank = 0
+    world_size = 1
+    is_coordinator = True
+
+    def __enter__(self) -> Solo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def gather(self, name: str, value: bytes) -> list[bytes]:
+        return [value]
+
+    def broadcast(self, name: str, value: bytes | None = None) -> bytes:
+        assert value is not None, "the coordinator has something to say"
+        return value
+
+    def post(self, name: str, value: bytes) -> None:
+        return None
+
+    def fetch(self, name: str, rank: int) -> bytes:
+        raise AssertionError("a process that is alone has nobody to ask")
+
+    def settle(self, name: str, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+
+Conversation: TypeAlias = Rendezvous | Solo
+
+
+@contextmanager
+def together(talk: Conversation, name: str) -> Iterator[None]:
+    """Run a block that every rank runs; one that fails makes all of them fail, as `settle`."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - where one rank's failure becomes everybody's
+        failure = error
+    talk.settle(name, failure)
+
+
+def _clone(store: KeyValueStore) -> KeyValueStore:
+    """A connection of its own: a blocking call in one thread holds the client's lock."""
+    clone = getattr(store, "clone", None)
+    if clone is None:
+        return store
+    try:
+        copy: KeyValueStore = clone()
+    except (RuntimeError, NotImplementedError):
+        return store
+    return copy
+
+
+def _store_gone(error: BaseException) -> RankError:
+    return RankError(
+        f"the store that the ranks meet in is gone ({str(error).splitlines()[0][:200]}); rank 0 or "
+        "its agent died",
+        rank=0,
+        failed=[0],
+    )
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,148 @@
+"""Worlds of real gloo ranks for tests, started in a fraction of a second.
+
+A fork server imports torch once; each rank is a fork of it with a TCP store on localhost (a file
+store hides the traps of the real one). A test passes a module-level function, called as
+`function(rank, world_size, *arguments)`; what it returns comes back in order of rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "tests.worlds",
+]
+DEADLINE_S = 120.0
+PARTING_S = 4.0
+
+_context: Any = None
+
+
+def _server() -> Any:
+    global _context
+    if _context is None:
+        _context = multiprocessing.get_context("forkserver")
+        _context.set_forkserver_preload(PRELOAD)
+    return _context
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rank ended: its value, or the text and class name of what it raised, or a signal."""
+
+    value: Any = None
+    error: str | None = None
+    error_class: str | None = None
+    exit_code: int | None = 0
+
+
+def run_world(
+    world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """The value of every rank; fails with the first rank's traceback when one raises or dies."""
+    outcomes = run_outcomes(world_size, function, *arguments, deadline_s=deadline_s)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None and outcome.exit_code == 0, (
+            f"rank {rank} ended with code {outcome.exit_code}:\n{outcome.error}"
+        )
+    return [outcome.value for outcome in outcomes]
+
+
+def run_outcomes(
+    world_size: int, function: Callable[..., Any], *arguments: Any, deadline_s: float = DEADLINE_S
+) -> list[Outcome]:
+    """How every rank ended. A rank that is not done by the deadline is killed and says so."""
+    context = _server()
+    port = _free_port()
+    ends: list[tuple[Any, Connection]] = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(theirs, rank, world_size, port, function, arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        ends.append((process, ours))
+    return [_collect(process, pipe, deadline_s) for process, pipe in ends]
+
+
+def _collect(process: Any, pipe: Connection, deadline_s: float) -> Outcome:
+    try:
+        outcome = pickle.loads(pipe.recv_bytes()) if pipe.poll(deadline_s) else None
+    except EOFError:
+        outcome = None
+    process.join(5 if outcome is not None else 0.5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        if outcome is None:
+            return Outcome(error=f"not done after {deadline_s} s", exit_code=None)
+    if outcome is None:
+        return Outcome(error="died without a word", exit_code=process.exitcode)
+    return outcome  # type: ignore[no-any-return]
+
+
+def _part(rank: int, world_size: int, dist: Any) -> None:
+    """Rank 0 holds the store: it leaves last, or a while after a rank died on purpose."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"parting/{rank}", b"1")
+    others = [f"parting/{other}" for other in range(world_size)] if rank == 0 else []
+    with suppress(RuntimeError):
+        store.wait(others, timedelta(seconds=PARTING_S))
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group("gloo")
+        outcome = Outcome(value=function(rank, world_size, *arguments))
+        _part(rank, world_size, dist)
+    except BaseException as error:
+        text = f"{error}\n{traceback.format_exc()}"
+        outcome = Outcome(error=text, error_class=type(error).__name__)
+    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(0)
