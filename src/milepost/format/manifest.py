@@ -1,13 +1,14 @@
 """The manifest `milepost.json`: what a checkpoint holds, written last, sealed by its own digest.
 
 The normative text is `docs/spec/v1.md`. A manifest of a newer major version, or one that requires a
-feature unknown here, is refused by name; keys that this version does not know are kept.
+feature unknown here, is refused by name; keys that this version does not know are kept. One of an
+older version is brought up to date in memory, step by step (`MIGRATIONS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -25,6 +26,14 @@ MAX_MANIFEST_NBYTES = 64 * 2**20
 Role = Literal["weights", "state", "info"]
 KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
 
+Document: TypeAlias = Mapping[str, Any]
+Step: TypeAlias = Callable[[Document], dict[str, Any]]
+# Every version that a release wrote: the next one and the step that leads there, None for the one
+# that is written now. A new version adds a row, a golden directory of the old one and a test.
+MIGRATIONS: Mapping[str, tuple[str, Step] | None] = {"1.0": None}
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One file of the checkpoint.
@@ -35,10 +44,10 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    nbytes: int
+    nbytes: Natural
     role: Role
     digest: str
-    records: tuple[int, int] | None = None
+    records: tuple[Natural, Natural] | None = None
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +80,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     requires: list[str] = []
     checkpoint_id: str
     parent_id: str | None = None
-    generation: int = 0
-    branch_step: int | None = None
-    step: int
+    generation: Natural = 0
+    branch_step: Natural | None = None
+    step: Natural
     epoch: float | None = None
     created: str
     metrics: dict[str, float | int | str | None] = {}
@@ -113,12 +122,44 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     check_version(document, where)
     selfdigest.check(raw, document, where)
     try:
-        manifest = msgspec.convert(document, Manifest)
+        manifest = msgspec.convert(migrate(document), Manifest)
     except msgspec.ValidationError as error:
         raise FormatError(f"{where}: {error}; this is not a manifest of version 1") from error
+    _check_names(manifest, where)
+    return manifest
+
+
+def migrate(
+    document: Document, *, migrations: Mapping[str, tuple[str, Step] | None] = MIGRATIONS
+) -> dict[str, Any]:
+    """`document` in the version that is written now, by as many steps as it takes.
+
+    A newer minor version has no row and stays as it is.
+    """
+    migrated = dict(document)
+    while (row := migrations.get(migrated["format_version"])) is not None:
+        version, step = row
+        migrated = {**step(migrated), "format_version": version}
+    return migrated
+
+
+def _check_names(manifest: Manifest, where: str) -> None:
+    """Names of files are plain relative paths, each listed once; so are prefixes and stems."""
+    seen: set[str] = set()
     for entry in manifest.files:
         check_file_name(entry.name, where)
-    return manifest
+        if entry.name in seen:
+            raise FormatError(f"{where}: files: {entry.name!r} is listed twice")
+        seen.add(entry.name)
+    for model in manifest.models.values():
+        if model.prefix:
+            check_file_name(model.prefix, where)
+    stems = [model.stem for model in manifest.models.values()]
+    stems += [entry.stem for entry in manifest.state.values() if entry.stem is not None]
+    for stem in stems:
+        check_file_name(stem, where)
+        if "/" in stem:
+            raise FormatError(f"{where}: the stem {stem!r} is not a plain name; refusing it")
 
 
 def unknown_keys(raw: bytes, where: str) -> dict[str, Any]:
@@ -143,10 +184,12 @@ def check_version(document: Mapping[str, Any], where: str) -> None:
             path=where,
         )
     requires = document.get("requires", [])
-    missing = sorted(set(requires) - KNOWN_REQUIREMENTS) if isinstance(requires, list) else []
+    if not isinstance(requires, list) or not all(isinstance(word, str) for word in requires):
+        raise FormatError(f"{where}: requires: expected a list of texts")
+    missing = sorted(set(requires) - KNOWN_REQUIREMENTS)
     if missing:
         raise UnsupportedVersionError(
-            f"{where}: needs {', '.join(map(str, missing))}, which this Milepost does not know; "
+            f"{where}: needs {', '.join(missing)}, which this Milepost does not know; "
             "upgrade milepost to load it",
             path=where,
         )
