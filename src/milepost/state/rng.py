@@ -247,3 +247,15 @@ def _unpack_numpy(packed: dict[str, Any] | None) -> dict[str, Any] | None:
         "has_gauss": int(has_gauss),
         "gauss": gauss,
     }
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy's global generator, and torch on every device, from one number."""
+    import torch
+
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy as np
+
+        np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)

@@ -1,0 +1,422 @@
+"""Phase 1 of a load: compare a state with a checkpoint, decode what it needs, touch nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+
+from milepost.checkpointing.agree import agree_inventory, topology_digest
+from milepost.checkpointing.capture import State, check_keys, primary_key
+from milepost.checkpointing.per_rank import PerRank
+from milepost.checkpointing.provenance import exactness, exactness_differences
+from milepost.checkpointing.report import Level, LoadReport
+from milepost.engine.read import StoredTensor, read_tensor
+from milepost.engine.rendezvous import Conversation
+from milepost.errors import (
+    DamagedError,
+    InvalidInputError,
+    KeyMismatchError,
+    MismatchError,
+)
+from milepost.format.manifest import STATE_NAME
+from milepost.format.tree import decode
+from milepost.geometry.placement import boxes_of
+from milepost.layouts.checkpoint import Checkpoint, TensorInfo
+from milepost.layouts.directory import DirectoryCheckpoint, require_intact
+from milepost.layouts.huggingface import HuggingFaceCheckpoint
+from milepost.layouts.tensor_set import TensorSet
+from milepost.state.leaves import collect_leaves
+from milepost.state.model import capture_model, parameter_names
+from milepost.state.model_plan import RestorePlan, plan_restore_model
+from milepost.state.optimizer import inner_optimizers
+from milepost.state.optimizer_plan import OptimizerPlan, plan_restore_optimizer
+from milepost.state.optimizer_record import OptimizerRecord
+from milepost.state.other import Kind, restore_stateful, restore_value
+from milepost.state.placements import describe, local_part
+from milepost.state.policies import ClassPolicy, DtypePolicy, Missing, ShapePolicy, Unexpected
+from milepost.state.tensors import same_bits
+from milepost.state.tree_torch import MappingSource
+
+
+class Moments(Enum):
+    """What happens to optimizer state."""
+
+    RESTORE = "restore"
+    FRESH = "fresh"
+    """A warm restart: the optimizer stays as it is, weights and schedule are restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPolicies:
+    """What to do where checkpoint and state differ; the default is always to refuse."""
+
+    missing: Missing = Missing.ERROR
+    unexpected: Unexpected = Unexpected.ERROR
+    dtype: DtypePolicy = DtypePolicy.ERROR
+    shape: ShapePolicy = ShapePolicy.ERROR
+    optimizer_class: ClassPolicy = ClassPolicy.ERROR
+    moments: Moments = Moments.RESTORE
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadPlan:
+    """Phase 1's result: all that phase 2 needs, decoded and checked."""
+
+    report: LoadReport
+    models: dict[str, tuple[RestorePlan, Callable[[str], StoredTensor]]] = field(
+        default_factory=dict
+    )
+    optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
+    others: list[Callable[[], None]] = field(default_factory=list)
+
+
+def plan_load(
+    talk: Conversation,
+    checkpoint: Checkpoint,
+    state: State,
+    policies: LoadPolicies,
+    primary: str | None,
+) -> LoadPlan:
+    """Check that `state` can be filled from `checkpoint`; all that phase 2 needs, or an error.
+
+    Collective: topologies are compared over all ranks.
+    """
+    kinds = check_keys(state)
+    info = checkpoint.info
+    plan = LoadPlan(
+        report=LoadReport(
+            path=checkpoint.path,
+            step=info.step,
+            epoch=info.epoch,
+            checkpoint_id=info.checkpoint_id,
+            metrics=dict(info.metrics),
+            level=Level.EXACT,
+        )
+    )
+    if not isinstance(checkpoint, DirectoryCheckpoint):
+        _plan_foreign(checkpoint, state, kinds, policies, plan)
+        return plan
+    only_models = all(kind is Kind.MODEL for kind in kinds.values())
+    has_model = Kind.MODEL in kinds.values()
+    require_intact(checkpoint, ["weights"] * has_model + ["state"] * (not only_models))
+    wanted = _Wanted(talk, checkpoint, state, kinds, policies, plan)
+    wanted.plan_models(primary)
+    if only_models:
+        plan.report.level = Level.WEIGHTS_ONLY
+        plan.report.not_loaded = [key for key in checkpoint.manifest.state if key not in state]
+        return plan
+    wanted.plan_training()
+    wanted.set_level()
+    return plan
+
+
+def _plan_foreign(
+    checkpoint: Checkpoint,
+    state: State,
+    kinds: Mapping[str, Kind],
+    policies: LoadPolicies,
+    plan: LoadPlan,
+) -> None:
+    """Weights from any layout; the training state of other layouts has calls of its own."""
+    others = [key for key, kind in kinds.items() if kind is not Kind.MODEL]
+    if others or len(kinds) != 1:
+        raise InvalidInputError(
+            f"{checkpoint.path}: a {checkpoint.layout.value} checkpoint; load() takes one model "
+            f"from it, not {', '.join(kinds)}; use CheckpointManager or load_checkpoint() for its "
+            "training state"
+        )
+    (key,) = kinds
+    stored = {name: (t.dtype, t.shape) for name, t in checkpoint.tensors().items()}
+    restore = plan_restore_model(
+        state[key],
+        stored,
+        checkpoint.tied,
+        missing=policies.missing,
+        unexpected=policies.unexpected,
+        dtype=policies.dtype,
+        shape=policies.shape,
+    )
+    restore.check_ties(lambda a, b: same_bits(checkpoint.read(a), checkpoint.read(b)))
+    plan.report.models[key] = restore.report
+    plan.report.level = Level.WEIGHTS_ONLY
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        plan.models[key] = (restore, checkpoint.stored)
+        return
+    tensors = {name: checkpoint.read(name) for name in restore.targets}
+    plan.others.append(lambda: _fill_from_whole(restore, tensors))
+    plan.others.append(restore.finish)
+
+
+def _fill_from_whole(restore: RestorePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy what this rank holds out of whole tensors."""
+    with torch.no_grad():
+        for name, live in restore.targets.items():
+            for target in live:
+                held, local = local_part(target)
+                for box, place in boxes_of(held):
+                    source = tensors[name][tuple(slice(*span) for span in box)]
+                    local[tuple(slice(*span) for span in place)].copy_(source)
+
+
+class _Wanted:
+    """The comparison of a state with a checkpoint directory."""
+
+    def __init__(
+        self,
+        talk: Conversation,
+        checkpoint: DirectoryCheckpoint,
+        state: State,
+        kinds: Mapping[str, Kind],
+        policies: LoadPolicies,
+        plan: LoadPlan,
+    ) -> None:
+        self.talk = talk
+        self.checkpoint, self.state, self.kinds = checkpoint, state, kinds
+        self.policies, self.plan, self.report = policies, plan, plan.report
+        self._trees: dict[str, Any] = {}
+        self._small: TensorSet | None = None
+        self._primary: str | None = None
+
+    def plan_models(self, primary: str | None) -> None:
+        models = [key for key, kind in self.kinds.items() if kind is Kind.MODEL]
+        self._primary = primary_key(self.kinds, primary)
+        for key in models:
+            saved_key = self._saved_model(key)
+            tensors = self.checkpoint.weights(saved_key)
+            entry = self.checkpoint.model_entry(saved_key)
+            plan = plan_restore_model(
+                self.state[key],
+                _infos(tensors.tensors),
+                entry.tied,
+                extra=self._extra(key, saved_key),
+                missing=self.policies.missing,
+                unexpected=self.policies.unexpected,
+                dtype=self.policies.dtype,
+                shape=self.policies.shape,
+            )
+            plan.check_ties(_equal_bytes(tensors))
+            self.plan.models[key] = (plan, tensors.stored)
+            self.report.models[key] = plan.report
+
+    def _saved_model(self, key: str) -> str:
+        """The saved model for a live one: of the same key, or the one at the root for the root."""
+        saved = self.checkpoint.model_keys()
+        if key in saved or key != self._primary:
+            self.checkpoint.model_entry(key)  # names what there is, if it is not there
+            return key
+        self.checkpoint.model_entry()
+        return saved[0]
+
+    def _extra(self, live: str, key: str) -> dict[str, Any]:
+        """Module extra state of the saved model `key`: all that weights need of `state.json`."""
+        if self.checkpoint.manifest.file(STATE_NAME) is None:
+            return {}
+        try:
+            return dict(self._decoded(key).get("extra", {})) if key in self._documents() else {}
+        except DamagedError as error:
+            if collect_leaves(self.state[live]).extra:
+                raise
+            self.report.notes.append(f"{live}: saved extra state, if any, was not read: {error}")
+            return {}
+
+    def plan_training(self) -> None:
+        saved = {key for key, entry in self.checkpoint.manifest.state.items()}
+        places = {
+            f"{key}.{sub}" if sub else key: (key, inner)
+            for key, kind in self.kinds.items()
+            if kind is Kind.OPTIMIZER
+            for sub, inner in inner_optimizers(self.state[key]).items()
+        }
+        others = [k for k, kind in self.kinds.items() if kind in (Kind.STATEFUL, Kind.VALUE)]
+        absent = [key for key in (*places, *others) if key not in saved]
+        if absent and self.policies.missing is Missing.ERROR:
+            raise KeyMismatchError(
+                f"{self.checkpoint.path}: holds no {', '.join(absent)}; it holds "
+                f"{', '.join(sorted(saved))}; leave them out of the state, or load with "
+                "missing=Missing.KEEP",
+                missing=absent,
+            )
+        self.report.kept = absent
+        self._plan_optimizers({p: v for p, v in places.items() if p in saved})
+        for key in others:
+            if key in saved:
+                self._plan_other(key)
+        asked = {*places, *others, *self.report.models}
+        self.report.not_loaded = sorted(saved - asked)
+        self._plan_rng()
+
+    def _plan_optimizers(self, places: Mapping[str, tuple[str, Any]]) -> None:
+        if self.policies.moments is Moments.FRESH:
+            self.report.notes += [f"{place}: fresh moments, as asked" for place in places]
+            self.report.kept = [*self.report.kept, *places]
+            return
+        models = {key: self.state[key] for key, kind in self.kinds.items() if kind is Kind.MODEL}
+        names = parameter_names(models, primary=self._primary)
+        for place, (_, optimizer) in places.items():
+            tensors = self.checkpoint.state_set(place)
+            if tensors is None:
+                raise DamagedError(f"{self.checkpoint.path}: {place} was not saved as an optimizer")
+            where = f"{self.checkpoint.path}: {place}"
+            record = OptimizerRecord.from_tree(self._decoded(place), where=where)
+            plan = plan_restore_optimizer(
+                optimizer,
+                names,
+                record,
+                _infos(tensors.tensors),
+                key=place,
+                missing=self.policies.missing,
+                unexpected=self.policies.unexpected,
+                classes=self.policies.optimizer_class,
+            )
+            self.plan.optimizers[place] = (plan, tensors)
+            self.report.optimizers[place] = plan.report
+
+    def _plan_other(self, key: str) -> None:
+        live = self.state[key]
+        per_rank = self._per_rank()
+        if not per_rank.has(key):
+            value = self._decoded(key)
+        else:
+            try:
+                value = per_rank.value(key)
+            except MismatchError as error:
+                if self.policies.missing is Missing.ERROR:
+                    raise
+                self.report.kept = [*self.report.kept, key]
+                self.report.notes.append(str(error))
+                return
+        if self.kinds[key] is Kind.STATEFUL:
+            self.plan.others.append(lambda: restore_stateful(live, value))
+            return
+        _require_fillable(live, value, key)
+        self.plan.others.append(lambda: restore_value(live, value))
+
+    def _plan_rng(self) -> None:
+        restore, note = self._per_rank().rng()
+        self.report._restore_rng = restore
+        if note is not None:
+            self.report.notes.append(note)
+
+    def _per_rank(self) -> PerRank:
+        return PerRank(
+            self.checkpoint.whole_document(),
+            self._small_tensors(),
+            where=f"{self.checkpoint.path}/{STATE_NAME}",
+            rank=self.talk.rank,
+            world_size=self.talk.world_size,
+        )
+
+    def set_level(self) -> None:
+        """Exact unless something is left out, differs, or can break bits."""
+        report, manifest = self.report, self.checkpoint.manifest
+        now = exactness(self.state)
+        report.differences = exactness_differences(manifest.exactness, now)
+        left_out = [*report.kept, *report.not_loaded]
+        partial = any(
+            r.missing or r.unexpected or r.cast or r.skipped for r in report.models.values()
+        ) or any(r.missing or r.unexpected for r in report.optimizers.values())
+        for place, optimizer in report.optimizers.items():
+            report.differences += [f"{place}: {text}" for text in optimizer.implementation]
+        if left_out or partial:
+            report.level = Level.WARM_RESTART
+        elif self._is_resharded():
+            report.level = Level.RESHARDED
+        elif report.differences:
+            report.level = Level.EXACT_STATE
+        if report._restore_rng is None:
+            report.differences.append("the checkpoint holds no random state")
+            if report.level is Level.EXACT:
+                report.level = Level.EXACT_STATE
+
+    def _is_resharded(self) -> bool:
+        """Whether weights are held by ranks in another way than when they were saved."""
+        saved = self.checkpoint.manifest.mesh
+        leaves = {
+            key: {
+                name: describe(tensor, key=name)
+                for name, tensor in capture_model(self.state[key]).leaves.items()
+            }
+            for key, kind in self.kinds.items()
+            if kind is Kind.MODEL
+        }
+        topology = topology_digest(agree_inventory(self.talk, leaves), leaves)
+        if saved.get("topology") in (None, topology):
+            return False
+        self.report.differences.insert(
+            0,
+            f"topology: saved on {saved.get('world_size')} ranks {saved.get('axes') or ''}, loaded "
+            f"on {self.talk.world_size}, placed differently".replace("  ", " "),
+        )
+        return True
+
+    def _documents(self) -> dict[str, Any]:
+        if not self._trees:
+            self._trees = self.checkpoint.state_document()
+        return self._trees
+
+    def _small_tensors(self) -> TensorSet:
+        if self._small is None:
+            self._small = TensorSet(
+                self.checkpoint.path / "training", "state", file_prefix="training/"
+            )
+        return self._small
+
+    def _decoded(self, key: str) -> Any:
+        trees, tensors = self._documents(), self._small_tensors()
+        where = f"{self.checkpoint.path}/training/state.json: {key}"
+        if key not in trees:
+            raise DamagedError(f"{where}: missing, though the manifest lists it")
+        return decode(trees[key], MappingSource(_LazyTensors(tensors)), where=where)
+
+
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """The small tensors by name, each read when a tree refers to it."""
+
+    def __init__(self, tensors: TensorSet) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._tensors.tensors:
+            raise KeyError(name)
+        return read_tensor(self._tensors.stored(name))
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors.tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors.tensors)
+
+
+def _infos(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (info.dtype, info.shape) for name, info in tensors.items()}
+
+
+def _equal_bytes(tensors: TensorSet) -> Callable[[str, str], bool]:
+    def equal(first: str, second: str) -> bool:
+        return same_bits(read_tensor(tensors.stored(first)), read_tensor(tensors.stored(second)))
+
+    return equal
+
+
+def _require_fillable(live: Any, value: Any, key: str) -> None:
+    """Refuse a live value that cannot take the saved one in place."""
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+        if live.shape == value.shape and live.dtype == value.dtype:
+            return
+        raise InvalidInputError(
+            f"state[{key!r}]: saved as {value.dtype} {tuple(value.shape)}, the live tensor is "
+            f"{live.dtype} {tuple(live.shape)}; make it like the saved one, or put it into a dict"
+        )
+    if isinstance(live, dict) and isinstance(value, Mapping):
+        return
+    if isinstance(live, list) and isinstance(value, list):
+        return
+    raise InvalidInputError(
+        f"state[{key!r}] is a {type(live).__name__} and was saved as a {type(value).__name__}, "
+        "which cannot be filled in place; save and load it in a dict, such as "
+        "{'progress': {'tokens': 0}}"
+    )
