@@ -20,10 +20,47 @@ _HOMES = {
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
     "milepost.checkpointing.load_plan": ("Moments",),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
-    "milepost.checkpointing.save": ("Lineage", "OnExisting", "Rng", "SaveReport", "save"),
+    "milepost.checkpointing.save": ("Lineage", "Rng", "SaveReport", "save"),
+    "milepost.checkpointing.target": ("OnExisting",),
+    "milepost.engine.read": ("ReadOptions",),
     "milepost.engine.write": ("Durability", "WriteMode", "WriteOptions"),
     "milepost.layouts.checkpoint": ("Checkpoint", "CheckpointInfo", "Layout", "TensorInfo"),
     "milepost.layouts.run": ("RunEntry", "RunListing", "list_run", "newest"),
+    "milepost.manager.best": ("BestMetric",),
+    "milepost.manager.contributors": (
+        "CheckpointContributor",
+        "collect_extra_state",
+        "load_extra_state",
+    ),
+    "milepost.manager.cursors": (
+        "StreamCursor",
+        "StreamDataState",
+        "StreamShardState",
+        "dedup_source",
+        "hf_source",
+        "local_source",
+        "shard_key",
+    ),
+    "milepost.manager.manager": ("CheckpointManager",),
+    "milepost.manager.resume": ("Resume",),
+    "milepost.manager.retention": (
+        "BestMode",
+        "KeepAll",
+        "KeepBest",
+        "KeepEvery",
+        "KeepLast",
+        "KeepNewerThan",
+        "RetentionPolicy",
+    ),
+    "milepost.manager.save_policies": (
+        "AnyOf",
+        "EveryNMinutes",
+        "EveryNSteps",
+        "OnSignal",
+        "SaveContext",
+        "SavePolicy",
+    ),
+    "milepost.manager.signals": ("shield_worker",),
     "milepost.state.policies": (
         "ClassPolicy",
         "DtypePolicy",
@@ -64,10 +101,11 @@ if TYPE_CHECKING:
     from milepost.checkpointing.report import Level as Level
     from milepost.checkpointing.report import LoadReport as LoadReport
     from milepost.checkpointing.save import Lineage as Lineage
-    from milepost.checkpointing.save import OnExisting as OnExisting
     from milepost.checkpointing.save import Rng as Rng
     from milepost.checkpointing.save import SaveReport as SaveReport
     from milepost.checkpointing.save import save as save
+    from milepost.checkpointing.target import OnExisting as OnExisting
+    from milepost.engine.read import ReadOptions as ReadOptions
     from milepost.engine.write import Durability as Durability
     from milepost.engine.write import WriteMode as WriteMode
     from milepost.engine.write import WriteOptions as WriteOptions
@@ -79,6 +117,33 @@ if TYPE_CHECKING:
     from milepost.layouts.run import RunListing as RunListing
     from milepost.layouts.run import list_run as list_run
     from milepost.layouts.run import newest as newest
+    from milepost.manager.best import BestMetric as BestMetric
+    from milepost.manager.contributors import CheckpointContributor as CheckpointContributor
+    from milepost.manager.contributors import collect_extra_state as collect_extra_state
+    from milepost.manager.contributors import load_extra_state as load_extra_state
+    from milepost.manager.cursors import StreamCursor as StreamCursor
+    from milepost.manager.cursors import StreamDataState as StreamDataState
+    from milepost.manager.cursors import StreamShardState as StreamShardState
+    from milepost.manager.cursors import dedup_source as dedup_source
+    from milepost.manager.cursors import hf_source as hf_source
+    from milepost.manager.cursors import local_source as local_source
+    from milepost.manager.cursors import shard_key as shard_key
+    from milepost.manager.manager import CheckpointManager as CheckpointManager
+    from milepost.manager.resume import Resume as Resume
+    from milepost.manager.retention import BestMode as BestMode
+    from milepost.manager.retention import KeepAll as KeepAll
+    from milepost.manager.retention import KeepBest as KeepBest
+    from milepost.manager.retention import KeepEvery as KeepEvery
+    from milepost.manager.retention import KeepLast as KeepLast
+    from milepost.manager.retention import KeepNewerThan as KeepNewerThan
+    from milepost.manager.retention import RetentionPolicy as RetentionPolicy
+    from milepost.manager.save_policies import AnyOf as AnyOf
+    from milepost.manager.save_policies import EveryNMinutes as EveryNMinutes
+    from milepost.manager.save_policies import EveryNSteps as EveryNSteps
+    from milepost.manager.save_policies import OnSignal as OnSignal
+    from milepost.manager.save_policies import SaveContext as SaveContext
+    from milepost.manager.save_policies import SavePolicy as SavePolicy
+    from milepost.manager.signals import shield_worker as shield_worker
     from milepost.state.policies import ClassPolicy as ClassPolicy
     from milepost.state.policies import DtypePolicy as DtypePolicy
     from milepost.state.policies import Missing as Missing
