@@ -30,6 +30,15 @@ MAY_CATCH_EVERYTHING = {
     "hf/foreign_calls.py:attempt",
     # whatever went wrong, live memory is half filled: it becomes LoadTornError
     "checkpointing/load.py:_fill",
+    # where one rank's failure becomes everybody's
+    "engine/exchange.py:run_exchange",
+    "engine/rendezvous.py:together",
+    "manager/trio_load.py:_apply",
+    # a scheduler raises what it likes; the others get their states back, and the error names it
+    "manager/schedules.py:restore_all",
+    # the end of a command: a fault of ours is one line too, with an exit code of its own
+    "cli/answer.py:give",
+    "cli/llm_migrate.py:convert",
 }
 
 # The layers that may change a file system (`hf` only through tempfile, which the scan lets pass).

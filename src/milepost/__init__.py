@@ -18,9 +18,10 @@ _HOMES = {
     "milepost.checkpointing.capture": ("State",),
     "milepost.checkpointing.functions": ("load_checkpoint", "save_checkpoint"),
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
-    "milepost.checkpointing.load_plan": ("Moments",),
+    "milepost.checkpointing.load_request": ("Moments",),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
-    "milepost.checkpointing.save": ("Lineage", "Rng", "SaveReport", "save"),
+    "milepost.checkpointing.save": ("Rng", "save"),
+    "milepost.checkpointing.save_run": ("Lineage", "SaveReport"),
     "milepost.checkpointing.target": ("OnExisting",),
     "milepost.engine.read": ("ReadOptions",),
     "milepost.engine.write": ("Durability", "WriteMode", "WriteOptions"),
@@ -97,13 +98,13 @@ if TYPE_CHECKING:
     from milepost.checkpointing.load import RngRestore as RngRestore
     from milepost.checkpointing.load import Verify as Verify
     from milepost.checkpointing.load import load as load
-    from milepost.checkpointing.load_plan import Moments as Moments
+    from milepost.checkpointing.load_request import Moments as Moments
     from milepost.checkpointing.report import Level as Level
     from milepost.checkpointing.report import LoadReport as LoadReport
-    from milepost.checkpointing.save import Lineage as Lineage
     from milepost.checkpointing.save import Rng as Rng
-    from milepost.checkpointing.save import SaveReport as SaveReport
     from milepost.checkpointing.save import save as save
+    from milepost.checkpointing.save_run import Lineage as Lineage
+    from milepost.checkpointing.save_run import SaveReport as SaveReport
     from milepost.checkpointing.target import OnExisting as OnExisting
     from milepost.engine.read import ReadOptions as ReadOptions
     from milepost.engine.write import Durability as Durability

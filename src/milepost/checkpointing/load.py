@@ -14,7 +14,8 @@ import torch
 
 from milepost.checkpointing.capture import State
 from milepost.checkpointing.config import check_model_config
-from milepost.checkpointing.load_plan import LoadPlan, LoadPolicies, Moments, plan_load
+from milepost.checkpointing.load_plan import plan_load
+from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.world import converse
 from milepost.engine.read import ReadOptions, StoredTensor

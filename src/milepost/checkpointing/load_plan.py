@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 
 from milepost.checkpointing.agree import agree_inventory, topology_digest
 from milepost.checkpointing.capture import State, check_keys, primary_key
+from milepost.checkpointing.load_foreign import plan_foreign
+from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
 from milepost.checkpointing.per_rank import PerRank
 from milepost.checkpointing.provenance import exactness, exactness_differences
 from milepost.checkpointing.report import Level, LoadReport
-from milepost.engine.read import StoredTensor, read_tensor
+from milepost.engine.read import read_tensor
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import (
     DamagedError,
@@ -24,54 +24,20 @@ from milepost.errors import (
 )
 from milepost.format.manifest import STATE_NAME
 from milepost.format.tree import decode
-from milepost.geometry.placement import boxes_of
 from milepost.layouts.checkpoint import Checkpoint, TensorInfo
 from milepost.layouts.directory import DirectoryCheckpoint, require_intact
-from milepost.layouts.huggingface import HuggingFaceCheckpoint
 from milepost.layouts.tensor_set import TensorSet
 from milepost.state.leaves import collect_leaves
 from milepost.state.model import capture_model, parameter_names
-from milepost.state.model_plan import RestorePlan, plan_restore_model
+from milepost.state.model_plan import plan_restore_model
 from milepost.state.optimizer import inner_optimizers
-from milepost.state.optimizer_plan import OptimizerPlan, plan_restore_optimizer
+from milepost.state.optimizer_plan import plan_restore_optimizer
 from milepost.state.optimizer_record import OptimizerRecord
 from milepost.state.other import Kind, restore_stateful, restore_value
-from milepost.state.placements import describe, local_part
-from milepost.state.policies import ClassPolicy, DtypePolicy, Missing, ShapePolicy, Unexpected
+from milepost.state.placements import describe
+from milepost.state.policies import Missing
 from milepost.state.tensors import same_bits
 from milepost.state.tree_torch import MappingSource
-
-
-class Moments(Enum):
-    """What happens to optimizer state."""
-
-    RESTORE = "restore"
-    FRESH = "fresh"
-    """A warm restart: the optimizer stays as it is, weights and schedule are restored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPolicies:
-    """What to do where checkpoint and state differ; the default is always to refuse."""
-
-    missing: Missing = Missing.ERROR
-    unexpected: Unexpected = Unexpected.ERROR
-    dtype: DtypePolicy = DtypePolicy.ERROR
-    shape: ShapePolicy = ShapePolicy.ERROR
-    optimizer_class: ClassPolicy = ClassPolicy.ERROR
-    moments: Moments = Moments.RESTORE
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadPlan:
-    """Phase 1's result: all that phase 2 needs, decoded and checked."""
-
-    report: LoadReport
-    models: dict[str, tuple[RestorePlan, Callable[[str], StoredTensor]]] = field(
-        default_factory=dict
-    )
-    optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
-    others: list[Callable[[], None]] = field(default_factory=list)
 
 
 def plan_load(
@@ -98,7 +64,7 @@ def plan_load(
         )
     )
     if not isinstance(checkpoint, DirectoryCheckpoint):
-        _plan_foreign(checkpoint, state, kinds, policies, plan)
+        plan_foreign(checkpoint, state, kinds, policies, plan)
         return plan
     only_models = all(kind is Kind.MODEL for kind in kinds.values())
     has_model = Kind.MODEL in kinds.values()
@@ -112,54 +78,6 @@ def plan_load(
     wanted.plan_training()
     wanted.set_level()
     return plan
-
-
-def _plan_foreign(
-    checkpoint: Checkpoint,
-    state: State,
-    kinds: Mapping[str, Kind],
-    policies: LoadPolicies,
-    plan: LoadPlan,
-) -> None:
-    """Weights from any layout; the training state of other layouts has calls of its own."""
-    others = [key for key, kind in kinds.items() if kind is not Kind.MODEL]
-    if others or len(kinds) != 1:
-        raise InvalidInputError(
-            f"{checkpoint.path}: a {checkpoint.layout.value} checkpoint; load() takes one model "
-            f"from it, not {', '.join(kinds)}; use CheckpointManager or load_checkpoint() for its "
-            "training state"
-        )
-    (key,) = kinds
-    stored = {name: (t.dtype, t.shape) for name, t in checkpoint.tensors().items()}
-    restore = plan_restore_model(
-        state[key],
-        stored,
-        checkpoint.tied,
-        missing=policies.missing,
-        unexpected=policies.unexpected,
-        dtype=policies.dtype,
-        shape=policies.shape,
-    )
-    restore.check_ties(lambda a, b: same_bits(checkpoint.read(a), checkpoint.read(b)))
-    plan.report.models[key] = restore.report
-    plan.report.level = Level.WEIGHTS_ONLY
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
-        plan.models[key] = (restore, checkpoint.stored)
-        return
-    tensors = {name: checkpoint.read(name) for name in restore.targets}
-    plan.others.append(lambda: _fill_from_whole(restore, tensors))
-    plan.others.append(restore.finish)
-
-
-def _fill_from_whole(restore: RestorePlan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy what this rank holds out of whole tensors."""
-    with torch.no_grad():
-        for name, live in restore.targets.items():
-            for target in live:
-                held, local = local_part(target)
-                for box, place in boxes_of(held):
-                    source = tensors[name][tuple(slice(*span) for span in box)]
-                    local[tuple(slice(*span) for span in place)].copy_(source)
 
 
 class _Wanted:

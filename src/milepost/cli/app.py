@@ -13,21 +13,22 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from milepost.cli.exit_codes import ExitCode
 
 COMMAND_MODULES = (
     "milepost.cli.commands_read",
     "milepost.cli.commands_write",
+    "milepost.cli.migrate",
 )
 
 # typer bundles click or imports it, depending on its version: the class is found through its own.
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
 
-class ErrorLineGroup(TyperGroup):
-    """A group that reports wrong usage as one `error: ...` line, as everything else."""
+class _ErrorLines:
+    """Reports wrong usage as one `error: ...` line, as everything else."""
 
     def main(
         self,
@@ -38,9 +39,8 @@ class ErrorLineGroup(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        run = partial(
-            super().main, args, prog_name, complete_var, False, windows_expand_args, **extra
-        )
+        main: Any = super().main  # type: ignore[misc]
+        run = partial(main, args, prog_name, complete_var, False, windows_expand_args, **extra)
         if not standalone_mode:
             return run()
         try:
@@ -51,6 +51,14 @@ class ErrorLineGroup(TyperGroup):
             print("error: interrupted", file=sys.stderr)
             code = ExitCode.INTERRUPTED
         sys.exit(code if isinstance(code, int) else ExitCode.OK)
+
+
+class ErrorLineGroup(_ErrorLines, TyperGroup):
+    """A group of commands."""
+
+
+class ErrorLineCommand(_ErrorLines, TyperCommand):
+    """One command that is a program of its own."""
 
 
 def _usage(error: Any) -> int:

@@ -12,8 +12,9 @@ import torch
 import xxhash
 
 from milepost.engine.exchange import ExchangeJob, run_exchange
+from milepost.engine.output import HASH_PIECE_NBYTES
 from milepost.engine.source import memory_of
-from milepost.engine.write import HASH_PIECE_NBYTES, Durability, WriteOptions
+from milepost.engine.write import Durability, WriteOptions
 from milepost.format.digests import EXTENT_NBYTES, Extent
 from milepost.geometry.blocks import Span
 from milepost.geometry.placement import Spans, between

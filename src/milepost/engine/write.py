@@ -13,9 +13,7 @@ in pieces small enough to stay in the processor's cache, and write them at their
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import threading
 from bisect import bisect_right
@@ -30,17 +28,13 @@ from queue import Empty, SimpleQueue
 import xxhash
 
 from milepost._env import env_choice, env_int
+from milepost.engine.output import BufferedOutput, DirectOutput
 from milepost.engine.source import ByteSource, Scratch
 from milepost.format.digests import Extent, cut_extents
 from milepost.storage import fileops
 from milepost.storage.space import require_space
 
-HASH_PIECE_NBYTES = 256 * 1024
-WRITE_PIECE_NBYTES = 1024 * 1024
-WRITEBACK_NBYTES = 8 * 1024 * 1024
-BOUNCE_NBYTES = 4 * 1024 * 1024
 SCRATCH_NBYTES = 4 * 1024 * 1024
-PAGE_NBYTES = 4096
 RUN_NBYTES = 64 * 1024 * 1024
 
 
@@ -188,9 +182,12 @@ class _OpenFile:
         self._left = len(self._runs)
         self._guard = threading.Lock()
 
+    @property
+    def is_durable(self) -> bool:
+        return self.options.durability is Durability.DURABLE
+
     def _wants_direct(self) -> bool:
-        is_durable = self.options.durability is Durability.DURABLE
-        return is_durable and self.options.mode is WriteMode.DIRECT
+        return self.is_durable and self.options.mode is WriteMode.DIRECT
 
     def _open_direct(self) -> None:
         try:
@@ -217,7 +214,7 @@ class _OpenFile:
         self._sync()
 
     def _write_run(self, worker: _Worker, *, first: int, last: int) -> None:
-        out = worker.direct_output(self) if self.direct >= 0 else _BufferedOutput(self)
+        out = worker.direct_output(self) if self.direct >= 0 else BufferedOutput(self)
         out.begin(self.ranges[first][0], self.ranges[last - 1][1])
         for number in range(first, last):
             hasher = xxhash.xxh3_128()
@@ -242,7 +239,7 @@ class _OpenFile:
             number += 1
 
     def _sync(self) -> None:
-        if self.options.durability is Durability.DURABLE:
+        if self.is_durable:
             fileops.sync_data(self.buffered)
 
     def wrote(self, nbytes: int) -> None:
@@ -279,116 +276,16 @@ def _runs_of(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield first, len(ranges)
 
 
-class _BufferedOutput:
-    """Writes views where they lie, hashing each piece just before it is written."""
-
-    def __init__(self, file: _OpenFile) -> None:
-        self._file = file
-        self._offset = self._flushed = 0
-
-    def begin(self, start: int, end: int) -> None:
-        self._offset = self._flushed = start
-
-    def put(self, view: memoryview, hasher: xxhash.xxh3_128) -> None:
-        for begin in range(0, view.nbytes, WRITE_PIECE_NBYTES):
-            piece = view[begin : begin + WRITE_PIECE_NBYTES]
-            for inner in range(0, piece.nbytes, HASH_PIECE_NBYTES):
-                hasher.update(piece[inner : inner + HASH_PIECE_NBYTES])
-            fileops.write_at(self._file.buffered, piece, self._offset)
-            self._offset += piece.nbytes
-            self._file.wrote(piece.nbytes)
-            if self._offset - self._flushed >= WRITEBACK_NBYTES:
-                self._start_writeback()
-
-    def finish(self) -> None:
-        self._start_writeback()
-
-    def _start_writeback(self) -> None:
-        if self._file.options.durability is Durability.DURABLE:
-            fileops.start_writeback(
-                self._file.buffered, self._flushed, self._offset - self._flushed
-            )
-        self._flushed = self._offset
-
-
-class _DirectOutput:
-    """Gathers views in an aligned buffer and writes whole pages past the page cache.
-
-    The buffer holds file bytes `[base, base + filled)` with `base` on a page border. The bytes
-    before the first and after the last page border of the run share their page with a neighbour
-    run, so they go through the page cache.
-    """
-
-    def __init__(self, bounce: mmap.mmap) -> None:
-        self._bounce = bounce
-        self._view = memoryview(bounce)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
-        self._file: _OpenFile | None = None
-        self._base = self._filled = self._skip = 0
-
-    def attach(self, file: _OpenFile) -> None:
-        self._file = file
-
-    def begin(self, start: int, end: int) -> None:
-        self._base = start - start % PAGE_NBYTES
-        self._skip = self._filled = start - self._base
-
-    def put(self, view: memoryview, hasher: xxhash.xxh3_128) -> None:
-        source = ctypes.addressof(ctypes.c_char.from_buffer(view)) if not view.readonly else 0
-        done = 0
-        while done < view.nbytes:
-            count = min(HASH_PIECE_NBYTES, view.nbytes - done, BOUNCE_NBYTES - self._filled)
-            target = self._view[self._filled : self._filled + count]
-            if source:  # memmove without the interpreter lock
-                ctypes.memmove(self._address + self._filled, source + done, count)
-            else:
-                target[:] = view[done : done + count]
-            hasher.update(target)
-            done += count
-            self._filled += count
-            if self._filled == BOUNCE_NBYTES:
-                self._flush(BOUNCE_NBYTES)
-
-    def finish(self) -> None:
-        whole = self._filled - self._filled % PAGE_NBYTES
-        rest = self._filled - whole
-        if whole:
-            self._flush(whole)
-        if rest > self._skip:
-            self._write_buffered(self._skip, rest)
-
-    def _flush(self, nbytes: int) -> None:
-        """Write `nbytes`, whole pages, from the front of the buffer; move the rest to the front."""
-        assert self._file is not None
-        first = 0
-        if self._skip:
-            self._write_buffered(self._skip, PAGE_NBYTES)
-            first, self._skip = PAGE_NBYTES, 0
-        if nbytes > first:
-            fileops.write_at(self._file.direct, self._view[first:nbytes], self._base + first)
-            self._file.wrote(nbytes - first)
-        rest = self._filled - nbytes
-        if rest:
-            ctypes.memmove(self._address, self._address + nbytes, rest)
-        self._base += nbytes
-        self._filled = rest
-
-    def _write_buffered(self, first: int, last: int) -> None:
-        assert self._file is not None
-        fileops.write_at(self._file.buffered, self._view[first:last], self._base + first)
-        self._file.wrote(last - first)
-
-
 class _Worker:
     """What one writing thread owns: scratch memory and a bounce buffer, made when first needed."""
 
     def __init__(self) -> None:
         self.scratch = Scratch(SCRATCH_NBYTES)
-        self._output: _DirectOutput | None = None
+        self._output: DirectOutput | None = None
 
-    def direct_output(self, file: _OpenFile) -> _DirectOutput:
+    def direct_output(self, file: _OpenFile) -> DirectOutput:
         if self._output is None:
-            self._output = _DirectOutput(mmap.mmap(-1, BOUNCE_NBYTES))
+            self._output = DirectOutput()
         self._output.attach(file)
         return self._output
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,10 +110,8 @@ def _traced(checkpoint: DirectoryCheckpoint, bad: BadExtent) -> Problem:
     entry = checkpoint.manifest.file(name)
     assert entry is not None
     tensor = None
-    try:
+    with suppress(CheckpointError):  # the header is what was damaged; the file is named
         tensor = tensor_at(read_header(bad.path), bad.start, bad.end)
-    except CheckpointError:
-        pass  # the header is what was damaged; the file is named
     what = f"tensor {tensor}" if tensor is not None else "the header"
     if bad.error is not None:
         return _problem(entry, f"{name}: {what} cannot be read: {bad.error}", tensor)

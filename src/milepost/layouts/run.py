@@ -17,6 +17,7 @@ from pathlib import Path
 from milepost.errors import CheckpointError, NotFoundError
 from milepost.format.manifest import Manifest
 from milepost.layouts.directory import DirectoryCheckpoint
+from milepost.storage.fileops import PathLike
 from milepost.storage.intent import read_intent
 from milepost.storage.staging import STAGING_PREFIX
 
@@ -35,6 +36,7 @@ class RunEntry:
 
     @property
     def step(self) -> int:
+        """The training step that its manifest states."""
         return self.manifest.step
 
     @property
@@ -69,11 +71,13 @@ class RunListing:
 
     @property
     def newest(self) -> RunEntry | None:
+        """The one with the highest (generation, step); None when nothing counts."""
         return self.current[-1] if self.current else None
 
 
-def list_run(run: Path) -> RunListing:
+def list_run(path: PathLike) -> RunListing:
     """Look at a run directory. `NotFoundError` when it does not exist."""
+    run = Path(path)
     if not run.is_dir():
         raise NotFoundError(f"{run}: no such run directory", path=run)
     committed: list[tuple[str, Path, Manifest]] = []
@@ -94,14 +98,18 @@ def list_run(run: Path) -> RunListing:
         run=run,
         committed=tuple(_in_order(committed)),
         torn=tuple(torn),
-        unfinished=tuple(sorted(n for n in os.listdir(run) if n.startswith(STAGING_PREFIX))),
+        unfinished=tuple(sorted(n for n in _names(run) if n.startswith(STAGING_PREFIX))),
         pinned=read_pins(run),
     )
 
 
+def _names(run: Path) -> set[str]:
+    return {entry.name for entry in run.iterdir()}
+
+
 def _candidates(run: Path) -> Iterator[tuple[str, Path, int]]:
     intent = read_intent(run)
-    names = set(os.listdir(run))
+    names = _names(run)
     if intent is not None:
         names |= {target for _, target in intent.renames}
     for name in sorted(names):
@@ -147,6 +155,6 @@ def read_pins(run: Path) -> frozenset[int]:
     return frozenset(step for step in steps if isinstance(step, int))
 
 
-def newest(run: Path) -> RunEntry | None:
-    """The newest committed checkpoint of `run`; None when there is none or no such directory."""
-    return list_run(run).newest if run.is_dir() else None
+def newest(path: PathLike) -> RunEntry | None:
+    """The newest committed checkpoint of a run; None when there is none or no such directory."""
+    return list_run(path).newest if Path(path).is_dir() else None

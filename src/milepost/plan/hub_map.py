@@ -9,7 +9,7 @@ to read files with hub names straight into live tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -157,15 +157,49 @@ class HubMap:
                 found[piece.source].append((name, piece.copy.inverse()))
         return found
 
+    def as_stored(self, names: Collection[str]) -> HubMap:
+        """The map for files that hold `names`, where some tensors may lie as they do in memory.
+
+        Tensors whose hub names are not all there, but whose runtime names are, are taken under
+        those: a directory may hold experts fused that others hold one by one.
+        """
+        tensors: dict[str, HubTensor] = {}
+        for group in self._groups():
+            sources = dict.fromkeys(piece.source for t in group for piece in t.pieces)
+            as_on_hub = all(tensor.name in names for tensor in group)
+            if not as_on_hub and all(source in names for source in sources):
+                group = [_same(source, self.sources[source]) for source in sources]
+            tensors.update((tensor.name, tensor) for tensor in group)
+        return HubMap(tensors, self.sources, self.ties, self.shared)
+
+    def _groups(self) -> list[list[HubTensor]]:
+        """Hub tensors in groups, such that no two groups share a runtime tensor."""
+        leaders: dict[str, str] = {}
+
+        def leader(source: str) -> str:
+            while leaders.setdefault(source, source) != source:
+                source = leaders[source]
+            return source
+
+        for tensor in self.tensors.values():
+            first = leader(tensor.pieces[0].source)
+            for piece in tensor.pieces[1:]:
+                leaders[leader(piece.source)] = first
+        groups: dict[str, list[HubTensor]] = {}
+        for tensor in self.tensors.values():
+            groups.setdefault(leader(tensor.pieces[0].source), []).append(tensor)
+        return list(groups.values())
+
 
 def same_names(shapes: Mapping[str, Shape], ties: Mapping[str, str] | None = None) -> HubMap:
     """The map of a model whose tensors are on disk as they are in memory."""
-    tensors = {
-        name: HubTensor(name=name, shape=s, pieces=whole_piece(name, s))
-        for name, s in shapes.items()
-    }
+    tensors = {name: _same(name, shape) for name, shape in shapes.items()}
     kept = dict(ties or {})
     return HubMap(tensors, dict(shapes), kept, frozenset(kept.values()))
+
+
+def _same(name: str, shape: Shape) -> HubTensor:
+    return HubTensor(name=name, shape=shape, pieces=whole_piece(name, shape))
 
 
 def whole_piece(source: str, shape: Shape) -> tuple[HubPiece, ...]:

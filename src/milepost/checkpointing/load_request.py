@@ -1,0 +1,46 @@
+"""What a load was asked to do, and what its first phase found to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from milepost.checkpointing.report import LoadReport
+from milepost.engine.read import StoredTensor
+from milepost.layouts.tensor_set import TensorSet
+from milepost.state.model_plan import RestorePlan
+from milepost.state.optimizer_plan import OptimizerPlan
+from milepost.state.policies import ClassPolicy, DtypePolicy, Missing, ShapePolicy, Unexpected
+
+
+class Moments(Enum):
+    """What happens to optimizer state."""
+
+    RESTORE = "restore"
+    FRESH = "fresh"
+    """A warm restart: the optimizer stays as it is, weights and schedule are restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPolicies:
+    """What to do where checkpoint and state differ; the default is always to refuse."""
+
+    missing: Missing = Missing.ERROR
+    unexpected: Unexpected = Unexpected.ERROR
+    dtype: DtypePolicy = DtypePolicy.ERROR
+    shape: ShapePolicy = ShapePolicy.ERROR
+    optimizer_class: ClassPolicy = ClassPolicy.ERROR
+    moments: Moments = Moments.RESTORE
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadPlan:
+    """Phase 1's result: all that phase 2 needs, decoded and checked."""
+
+    report: LoadReport
+    models: dict[str, tuple[RestorePlan, Callable[[str], StoredTensor]]] = field(
+        default_factory=dict
+    )
+    optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
+    others: list[Callable[[], None]] = field(default_factory=list)

@@ -1,0 +1,143 @@
+"""Signals noted when they arrive, whatever the main thread is doing.
+
+Python runs a signal handler only between two steps of its interpreter, so one may come late: in a
+long kernel, or in a collective that waits. The wakeup descriptor is written at once; a thread of
+ours reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from milepost.errors import InvalidInputError
+
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class SignalListener:
+    """Notes `signals` until `close`. Made and closed in the main thread.
+
+    A handler that was there before is called as well, and gets its place back at `close`. In a
+    forked child (a worker of a data loader) nothing is noted and the earlier handlers are back.
+    """
+
+    def __init__(self, signals: Collection[signal.Signals]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise InvalidInputError(
+                "signals can be listened to only by the main thread; make the CheckpointManager "
+                "there, or leave OnSignal out of its save policy"
+            )
+        self._guard = threading.Lock()
+        self._pending: set[signal.Signals] = set()
+        self._seen: set[signal.Signals] = set()
+        self._closed = False
+        self._signals = frozenset(signals)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._earlier_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._earlier: dict[int, Any] = {}
+        self._handler: Callable[[int, FrameType | None], None] = self._chain
+        for number in self._signals:
+            self._earlier[number] = signal.signal(number, self._handler)
+        _active.add(self)
+        self._thread = threading.Thread(target=self._read_on, name="milepost-signals", daemon=True)
+        self._thread.start()
+
+    def pending(self) -> frozenset[signal.Signals]:
+        """Signals that came and were not `clear`ed yet."""
+        self._drain()
+        with self._guard:
+            return frozenset(self._pending)
+
+    def seen(self, number: signal.Signals) -> bool:
+        """Whether this signal ever came."""
+        self._drain()
+        with self._guard:
+            return number in self._seen
+
+    def clear(self, signals: Collection[signal.Signals]) -> None:
+        """These signals were answered."""
+        with self._guard:
+            self._pending.difference_update(signals)
+
+    def close(self) -> None:
+        """Give signals back to whoever had them. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        _active.discard(self)
+        if threading.current_thread() is threading.main_thread():
+            self._give_back()
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _give_back(self) -> None:
+        current = signal.set_wakeup_fd(self._earlier_fd)
+        if current != self._writer.fileno():  # somebody took it over after us, and keeps it
+            signal.set_wakeup_fd(current)
+        for number, earlier in self._earlier.items():
+            if signal.getsignal(number) == self._handler:
+                signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+    def _chain(self, number: int, frame: FrameType | None) -> None:
+        """What Python runs in the main thread: the handler that was there before, if there was."""
+        earlier = self._earlier[number]
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
+
+    def _read_on(self) -> None:
+        while not self._closed:
+            select.select([self._reader], [], [])
+            self._drain()
+
+    def _drain(self) -> None:
+        with self._guard, suppress(BlockingIOError, OSError):
+            raw = self._reader.recv(4096)
+            came = {signal.Signals(byte) for byte in raw if byte in self._signals}
+            self._pending |= came
+            self._seen |= came
+            if self._earlier_fd >= 0 and raw.strip(b"\0"):
+                with socket.socket(fileno=os.dup(self._earlier_fd)) as earlier:
+                    earlier.send(raw)
+
+    def _leave_child(self) -> None:
+        """In a forked child: the descriptors are the parent's, and so is what they carry."""
+        if signal.set_wakeup_fd(-1) != self._writer.fileno():
+            return
+        for number, earlier in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def shield_worker(worker_id: int) -> None:
+    """Make a worker of a data loader deaf to SIGTERM and SIGUSR1: its `worker_init_fn`.
+
+    A scheduler signals the whole process group. A worker that dies of it makes the loader raise in
+    the main process before the next step, and the save that the signal asked for never happens.
+
+    >>> loader = DataLoader(data, num_workers=2, worker_init_fn=shield_worker)  # doctest: +SKIP
+    """
+    for number in SAVE_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+_active: weakref.WeakSet[SignalListener] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for listener in list(_active):
+        listener._leave_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,25 @@
+"""Whether the next saves will fit, told at the first one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from milepost.storage.space import free_nbytes, human
+
+logger = logging.getLogger(__name__)
+SAVES_AHEAD = 2
+
+
+def forecast(directory: Path, nbytes: int) -> list[str]:
+    """A note, logged as a warning, when two more saves of `nbytes` do not fit the disk now."""
+    free = free_nbytes(directory)
+    if free >= SAVES_AHEAD * nbytes:
+        return []
+    note = (
+        f"{directory}: a checkpoint takes {human(nbytes)} and {human(free)} are free: the next "
+        f"{SAVES_AHEAD} saves do not fit; free space, or keep fewer (keep=KeepLast(1) needs room "
+        "for two)"
+    )
+    logger.warning("%s", note)
+    return [note]
