@@ -133,6 +133,24 @@ def test_a_hub_tensor_that_joins_a_tied_tensor_with_another_is_kept() -> None:
     assert [p.source for p in hub_map.tensors["joined"].pieces] == ["a", "kept"]
 
 
+def test_files_that_hold_tensors_as_they_are_in_memory_are_taken_as_they_are() -> None:
+    hub_map = HubMap(experts(), {"fused": FUSED})
+    assert list(hub_map.as_stored(["fused"]).tensors) == ["fused"]
+    assert list(hub_map.as_stored(list(experts())).tensors) == list(experts())
+    some = [*experts()][:-1]
+    assert list(hub_map.as_stored(some).tensors) == list(experts()), "what is missing has hub names"
+    assert hub_map.as_stored([*some, "fused"]).is_identity
+
+
+def test_sources_of_one_hub_tensor_are_stored_joined_or_all_on_their_own() -> None:
+    copies = [StridedCopy((2,), at, (1,), 0, (1,)) for at in (0, 2)]
+    pieces = tuple(HubPiece(source=s, copy=c) for s, c in zip("qk", copies, strict=True))
+    joined = HubTensor(name="qk", shape=(4,), pieces=pieces)
+    hub_map = HubMap({"qk": joined}, {"q": (2,), "k": (2,)})
+    assert list(hub_map.as_stored(["q", "k"]).tensors) == ["q", "k"]
+    assert list(hub_map.as_stored(["q"]).tensors) == ["qk"]
+
+
 @pytest.mark.parametrize(
     ("placements", "mesh"),
     [

@@ -161,6 +161,8 @@ class _PartWriter:
         return PlannedFile(name=name, role=place.role, nbytes=part.nbytes, pieces=tuple(pieces))
 
     def _own_rows(self, holding: Holding, where: TensorPlace, held: Held) -> list[Piece]:
+        if holding.sole_holder == self._rank:
+            return [Piece(start=where.start, source=TensorSource(held.local))]
         share = share_of(holding, where, self._rank)
         if share is None:
             return []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from milepost.errors import DamagedError, ExistsError, InvalidInputError, NotFoundError
 from milepost.format.manifest import MANIFEST_NAME, Manifest
-from milepost.layouts.directory import check_step_name, read_manifest
+from milepost.layouts.directory import DirectoryCheckpoint, check_step_name, require_intact
 from milepost.layouts.run import STEP_NAME
 from milepost.storage.intent import resolve_name
 
@@ -36,13 +36,16 @@ def check_step(target: Path, step: int) -> int:
 def committed_at(target: Path) -> Manifest | None:
     """The manifest of a committed checkpoint at `target`; None when nothing there counts.
 
-    One that cannot be read, or that a newer version wrote, is an error: it may count.
+    A damaged one does not count: a file that matters is absent or of another size. One that cannot
+    be read, or that a newer version wrote, is an error: it may count.
     """
     place = resolve_name(target.parent, target.name)
     try:
-        return read_manifest(place)
+        checkpoint = DirectoryCheckpoint(place)
+        require_intact(checkpoint, ["weights", "state"])
     except (NotFoundError, DamagedError):
         return None
+    return checkpoint.manifest
 
 
 def check_target(target: Path, on_existing: OnExisting) -> Manifest | None:

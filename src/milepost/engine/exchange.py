@@ -4,6 +4,7 @@ Peers divide their rows (`milepost.plan.shares`); each sends the others the colu
 theirs. It runs on a gloo group of Milepost's own, in one thread, in one order on all ranks, step by
 step, so memory stays within a few buffers. A rank whose own writing fails goes on answering, so
 that nobody hangs; the failure is reported at the rendezvous.
+Tensors travel as bytes: gloo knows few dtypes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from milepost.geometry.blocks import Span
 from milepost.plan.shares import Box
+from milepost.state.tensors import flat_bytes
 
 EXCHANGE_NBYTES = 8 * 1024 * 1024
 
@@ -91,7 +93,7 @@ def _step(
     for peer in job.peers:
         start, end = _rows_of_step(job, peer, step)
         if peer.rank != rank and start < end:
-            piece = _bytes(job.local[start:end])
+            piece = flat_bytes(job.local[start:end])
             kept_alive.append(piece)
             operations.append(dist.P2POp(dist.isend, piece, group=group, group_peer=peer.rank))
     start, end = _rows_of_step(job, own, step)
@@ -105,7 +107,7 @@ def _step(
         received.append((peer, part))
         if part.numel():
             operations.append(
-                dist.P2POp(dist.irecv, _bytes(part), group=group, group_peer=peer.rank)
+                dist.P2POp(dist.irecv, flat_bytes(part), group=group, group_peer=peer.rank)
             )
     sends = [op for op in operations if op.tensor.numel()]
     if sends:
@@ -132,8 +134,3 @@ def _assemble(
             taken = tuple(slice(*span) for span in source)
             out[(slice(None), *into)].copy_(part[(slice(None), *taken)])
     return out
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as flat bytes: gloo knows few dtypes."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -55,7 +55,7 @@ def tag_card(
 ) -> bytes | None:
     """The card with the tag: a new one for None, the same bytes for one that has the tag already.
 
-    In an existing card only the `tags` entry changes; order, comments, body and line endings stay.
+    An existing card keeps its order, comments, body and line endings; `tags` alone is rewritten.
     A malformed card (metadata is no mapping, tags are neither list nor text) raises `FormatError`,
     or gives None, "leave it alone", with `MalformedCard.KEEP`.
     """

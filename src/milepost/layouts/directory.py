@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,13 +242,23 @@ def size_problem(path: Path, entry: FileEntry) -> str | None:
         return "is missing"
     except OSError as error:
         raise unreadable(place, error) from error
-    if place.is_symlink():
-        return "is a symlink; Milepost writes none into a checkpoint and follows none there"
+    if any((path / part).is_symlink() for part in _prefixes(entry.name)):
+        return (
+            "lies behind a symlink; Milepost writes none into a checkpoint and follows none there"
+        )
     if not place.is_file():
         return "is not a regular file"
     if stat.st_size != entry.nbytes:
         return f"has {stat.st_size} bytes, the manifest says {entry.nbytes}"
     return None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """`a`, `a/b` and `a/b/c` of `a/b/c`."""
+    for number, character in enumerate(name):
+        if character == "/":
+            yield name[:number]
+    yield name
 
 
 def check_step_name(path: Path, step: int) -> None:

@@ -124,17 +124,22 @@ def _traced(checkpoint: DirectoryCheckpoint, bad: BadExtent) -> Problem:
 
 
 def _structure(checkpoint: DirectoryCheckpoint) -> Iterator[Problem]:
+    listed = {entry.name for entry in checkpoint.manifest.files}
     for key, entry in checkpoint.manifest.models.items():
-        yield from _check_set(checkpoint.weights(key), entry.prefix)
+        yield from _check_set(checkpoint.weights(key), entry.prefix, listed)
     for key in checkpoint.manifest.state:
         tensors = checkpoint.state_set(key)
         if tensors is not None:
-            yield from _check_set(tensors, "training")
+            yield from _check_set(tensors, "training", listed)
 
 
-def _check_set(tensors: TensorSet, prefix: str) -> Iterator[Problem]:
+def _check_set(tensors: TensorSet, prefix: str, listed: set[str]) -> Iterator[Problem]:
     try:
-        _ = tensors.headers
+        for part in tensors.headers:
+            name = f"{prefix}/{part}" if prefix else part
+            if name not in listed:
+                message = f"{name}: the index names this part, the manifest does not list it"
+                yield Problem(severity=Severity.ERROR, file=name, message=message)
     except (CheckpointError, OSError) as error:
         name = f"{prefix}/{tensors.stem}" if prefix else tensors.stem
         yield Problem(severity=Severity.ERROR, file=f"{name}.safetensors", message=str(error))

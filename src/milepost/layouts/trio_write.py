@@ -191,6 +191,13 @@ def remove_trio(directory: PathLike, names: Sequence[str]) -> list[str]:
     return there
 
 
+def finish_changes(directory: Path) -> None:
+    """Carry out what a dead writer had recorded and readers see already, if there is anything."""
+    if directory.is_dir() and read_intent(directory) is not None:
+        with _writing, _writing_into(directory):
+            pass
+
+
 def publish_file(directory: Path, temporary: str, name: str, removes: Sequence[str]) -> None:
     """Rename a durable temporary file to `name` and remove other names, as one change."""
     with _writing, _writing_into(directory):

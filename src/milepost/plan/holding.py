@@ -35,6 +35,13 @@ class PlacementClass:
     placements: tuple[Placement, ...]
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh_shape, self.ranks, self.placements))
+
+    def __hash__(self) -> int:  # asked for every tensor, and there may be thousands of ranks
+        return self._hash
+
+    @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: number for number, rank in enumerate(self.ranks)}
 
@@ -110,7 +117,17 @@ class Holding:
 
     def is_complete(self) -> bool:
         """Whether every shard coordinate has a holder."""
+        return self._is_complete
+
+    @cached_property
+    def _is_complete(self) -> bool:
         return len(self._replicas) == prod(self.grid)
+
+    @cached_property
+    def sole_holder(self) -> int | None:
+        """The rank that holds everything, alone; None when there are several."""
+        ranks = self.ranks
+        return ranks[0] if len(ranks) == 1 and not self.signature else None
 
     def held(self, shape: Shape, coordinate: tuple[int, ...]) -> IndexSet:
         """The index set at a shard coordinate."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -157,7 +158,7 @@ def holding_of(leaf: LeafInfo, name: str) -> Holding:
 
     Refused when no group of ranks holds the whole tensor.
     """
-    groups = group_holdings(leaf.classes)
+    groups = _groups_of(leaf.classes)
     for holding in groups:
         if holding.is_complete():
             return holding
@@ -165,6 +166,12 @@ def holding_of(leaf: LeafInfo, name: str) -> Holding:
         f"{name}: ranks {', '.join(str(list(g.ranks)[:8]) for g in groups)} hold parts of it, but "
         "no group holds all of it"
     )
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(classes: tuple[PlacementClass, ...]) -> list[Holding]:
+    """The holdings of a set of classes: thousands of tensors share a few of them."""
+    return group_holdings(classes)
 
 
 def items_of(

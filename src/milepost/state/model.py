@@ -34,8 +34,8 @@ class ModelState:
 def capture_model(model: Model) -> ModelState:
     """The state of `model`, a module or a list of modules whose names do not collide.
 
-    Nothing is copied. Non-persistent buffers are left out. Tensors without values (on meta) and
-    those that are no plain elements are refused, naming them.
+    Nothing is copied, and buffers that are not persistent are skipped. Tensors without values (on
+    meta) and those that are no plain elements are refused, naming them.
     """
     leaves = collect_leaves(model)
     _refuse_meta(leaves)

@@ -20,7 +20,7 @@ from milepost.state.mismatch import (
     raise_keys,
     raise_shapes,
 )
-from milepost.state.names import FQN, Model, places
+from milepost.state.names import FQN, Model, places, roots
 from milepost.state.policies import DtypePolicy, Missing, ShapePolicy, Unexpected
 from milepost.state.tensors import same_bits, stored_dtype, stored_shape
 from milepost.state.ties import tied_groups
@@ -129,7 +129,7 @@ def plan_restore_model(
             remedy="rename the modules, or " + KEYS_REMEDY,
         )
     planner.compare(dtype, shape)
-    planner.refuse_meta()
+    planner.refuse_meta(model)
     return planner.plan(model, lacking, surplus)
 
 
@@ -235,12 +235,21 @@ class _Planner:
                     DtypeDifference(name=name, stored=dtype, live=stored_dtype(live))
                 )
 
-    def refuse_meta(self) -> None:
+    def refuse_meta(self, model: Model) -> None:
+        """Refuse tensors without memory, and buffers that no checkpoint holds among them: nothing
+        that a load could do would give these their values."""
         meta = [n for n, t in self.leaves.tensors.items() if t.device.type == "meta"]
+        meta += [
+            name
+            for prefix, root in roots(model)
+            for name, buffer in root.named_buffers(prefix=prefix.rstrip("."))
+            if buffer.device.type == "meta" and name not in meta
+        ]
         if meta:
             raise InvalidInputError(
-                f"{len(meta)} of {len(self.leaves.tensors)} tensors of the model are on the meta "
-                f"device: {first_few(meta)}; give them memory before loading"
+                f"{len(meta)} tensors of the model are on the meta device: {first_few(meta)}; give "
+                "them memory before loading, and let the model's own init compute the buffers "
+                "that are not part of a checkpoint (rotary frequencies and the like)"
             )
 
     def plan(self, model: Model, lacking: Sequence[FQN], surplus: Sequence[FQN]) -> RestorePlan:

@@ -84,8 +84,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two plain tensors agree in dtype, shape and every bit, NaN payloads included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    left, right = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    left, right = (flat_bytes(t.detach().contiguous()) for t in (a, b))
     return torch.equal(left, right.to(left.device))
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as one dim of uint8, not a copy.
+
+    torch calls a tensor of one element contiguous whatever its strides say, so they are set here.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def torch_dtype(word: str) -> torch.dtype | None:

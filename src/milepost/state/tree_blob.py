@@ -16,7 +16,7 @@ from milepost.format import strictjson
 from milepost.format.dtypes import DTYPES
 from milepost.format.header import encode_header, layout_tensors, parse_header
 from milepost.format.tree import decode, encode
-from milepost.state.tensors import stored_dtype, stored_shape
+from milepost.state.tensors import flat_bytes, stored_dtype, stored_shape
 from milepost.state.tree_torch import MappingSource, StateTensors
 
 _MAGIC = b"MPTREE01"
@@ -35,7 +35,7 @@ def pack_tree(value: Any, *, key: str) -> bytes:
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
-    data: bytes = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    data: bytes = flat_bytes(tensor).numpy().tobytes()
     return data
 
 

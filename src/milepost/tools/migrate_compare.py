@@ -32,8 +32,7 @@ _KINDS: Mapping[type, TorchKind] = {
 
 def as_it_is(leaf: Any) -> torch.Tensor:
     """The reader of a structure whose tensors were all read."""
-    assert isinstance(leaf, torch.Tensor), "a tensor that was not read needs its reader"
-    return leaf
+    raise AssertionError(f"{type(leaf).__name__}: a tensor that was not read needs its reader")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class Comparison:
 
     def tensors_differ(self, a: Any, b: Any, key: str) -> Iterator[str]:
         """As `differences` for two tensors, without what a weight does not keep."""
-        first, second = self.left(a).detach(), self.right(b).detach()
+        first, second = _loaded(a, self.left), _loaded(b, self.right)
         if first.dtype != second.dtype:
             yield f"{key}: dtype {first.dtype} became {second.dtype}"
         elif first.shape != second.shape:
@@ -103,6 +102,10 @@ class Comparison:
         for number, (x, y) in enumerate(zip(a, b, strict=True)):
             if x is not y or isinstance(x, float):
                 yield from self.differences(x, y, join(key, number))
+
+
+def _loaded(leaf: Any, read: Read) -> torch.Tensor:
+    return (leaf if isinstance(leaf, torch.Tensor) else read(leaf)).detach()
 
 
 def _is_tensor(value: Any) -> bool:

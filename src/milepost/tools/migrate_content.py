@@ -30,6 +30,7 @@ from milepost.tools.migrate_records import plain_record_tree
 if TYPE_CHECKING:
     import torch
 
+AT_THE_TOP = "values_at_the_top"
 DESCRIBED = ("epoch", "step", "loss", "best_loss", "model_config", "metrics")
 
 
@@ -122,10 +123,10 @@ def _of_archive(archive: TorchArchive, tree: Any, path: Path) -> Content:
     )
     contradicted = _contradicted(archive, tree, payload)
     if contradicted:
-        content.origin["top_level"] = archive.materialise(contradicted)
+        content.metadata[AT_THE_TOP] = archive.materialise(contradicted)
         content.notes.append(
-            f"{', '.join(contradicted)}: other values at the top than in metadata; those of "
-            "metadata are used, the others are kept under origin"
+            f"{', '.join(contradicted)}: other values at the top than in metadata, which is used; "
+            f"the others are kept as {AT_THE_TOP}"
         )
     return content
 
@@ -183,7 +184,7 @@ def _notes(payload: Payload) -> list[str]:
         notes.append(f"_orig_mod taken off {len(payload.stored_names)} names")
     absent = sorted({"epoch", "loss", "best_loss"} & set(payload.defaulted))
     if absent and payload.dialect is not Dialect.STATE_DICT:
-        notes.append(f"not recorded, so a default: {', '.join(absent)}")
+        notes.append(f"no {' and no '.join(absent)} recorded")
     return notes
 
 
@@ -212,9 +213,7 @@ def trio_content(path: Path, reading: Reading | None = None) -> Iterator[Content
         infos = checkpoint.tensors()
 
         def read(leaf: Any) -> torch.Tensor:
-            if isinstance(leaf, LazyTensor):
-                return archive.read_tensor(leaf)
-            return checkpoint.read(leaf) if isinstance(leaf, str) else leaf
+            return checkpoint.read(leaf) if isinstance(leaf, str) else archive.read_tensor(leaf)
 
         def load() -> tuple[dict[str, Any], dict[str, Any]]:
             payload = checkpoint.payload()

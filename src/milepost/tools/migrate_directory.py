@@ -217,9 +217,6 @@ def directory_content(path: Path) -> Iterator[Content]:
             path=path,
         )
 
-    def read(leaf: Any) -> torch.Tensor:
-        return checkpoint.read(leaf) if isinstance(leaf, str) else leaf
-
     def load() -> tuple[dict[str, Any], dict[str, Any]]:
         raise AssertionError("a directory is the target of a migration, never the source")
 
@@ -240,7 +237,7 @@ def directory_content(path: Path) -> Iterator[Content]:
         slots={slot: state[slot] for slot in STATE_SLOTS if slot in state},
         described=migrated["described"],
         metadata=dict(migrated["metadata"]),
-        read=read,
+        read=checkpoint.read,
         load=load,
         check=check,
     )

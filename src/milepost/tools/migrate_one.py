@@ -17,8 +17,10 @@ from milepost.errors import (
     FormatError,
     InvalidInputError,
 )
-from milepost.layouts.trio_names import trio_names
+from milepost.layouts.trio_names import TrioNames, look, trio_names
+from milepost.layouts.trio_write import finish_changes
 from milepost.storage.attributes import FileAttributes
+from milepost.storage.intent import resolve_name
 from milepost.storage.space import storage_error
 from milepost.tools.migrate_compare import Comparison
 from milepost.tools.migrate_content import (
@@ -52,6 +54,7 @@ from milepost.tools.migrate_verify import differences
 
 logger = logging.getLogger(__name__)
 
+DONE = "it was migrated before"
 _BEGINNINGS = (b"PK", b"\x80")  # of an archive of torch, and of a pickle
 
 
@@ -63,6 +66,11 @@ def migrate_one(task: Task, request: Request) -> Migration:
     if task.skip is not None:
         return replace(blank, outcome=Outcome.SKIPPED, notes=(task.skip,))
     try:
+        if request.writes:
+            finish_changes(task.source.parent)
+            finish_changes(task.directory)
+        if _has_left(task):
+            return replace(blank, outcome=Outcome.SKIPPED, notes=(DONE,))
         with _opened(task, request) as source:
             return _Run(task, request, source).result()
     except (NotACheckpointError, DamagedError) as error:
@@ -73,6 +81,16 @@ def migrate_one(task: Task, request: Request) -> Migration:
         return replace(blank, error=error)
     except OSError as error:
         return replace(blank, error=storage_error(error, task.source))
+
+
+def _has_left(task: Task) -> bool:
+    """Whether a migration that was cut short had taken the source away already."""
+    place = resolve_name(task.source.parent, task.source.name)
+    return not task.is_trio and not place.exists() and bool(look(*_trio_of(task)))
+
+
+def _trio_of(task: Task) -> tuple[Path, TrioNames]:
+    return task.directory, trio_names(task.stem)
 
 
 def _opened(task: Task, request: Request) -> AbstractContextManager[Content]:
@@ -93,7 +111,7 @@ def _is_something_else(path: Path, error: CheckpointError) -> bool:
 
 
 def _short(error: CheckpointError) -> str:
-    return f"not a training checkpoint: {error}"
+    return f"no checkpoint: {str(error).removeprefix(f'{error.path}: ')}"
 
 
 class _Run:
@@ -159,11 +177,10 @@ class _Run:
                 "them (--overwrite), or write elsewhere",
                 path=there[0],
             )
-        if self._is_recorded() and not self.request.proves:
+        if not self.request.proves and self._is_recorded():
             return self._passed_over(proven=False)
         self.source.check()
-        with self.target.content() as written:
-            self.differences = differences(self.source, written)
+        self.differences = self._compared()
         if self.differences:
             return self._mismatch()
         leaving = self._leaving()
@@ -176,13 +193,23 @@ class _Run:
         )
 
     def _passed_over(self, *, proven: bool) -> Migration:
-        notes = ("it was migrated before",)
-        return replace(self.base, outcome=Outcome.SKIPPED, notes=notes, proven=proven)
+        return replace(self.base, outcome=Outcome.SKIPPED, notes=(DONE,), proven=proven)
 
     def _is_recorded(self) -> bool:
         """Whether what is there says that it was made of this very file."""
-        with self.target.content() as written:
-            return Comparison().same(written.recorded, self.source.origin)
+        try:
+            with self.target.content() as written:
+                return Comparison().same(written.recorded, self.source.origin)
+        except DamagedError:
+            return False
+
+    def _compared(self) -> list[str]:
+        """How what is there differs from the source; damage is a difference."""
+        try:
+            with self.target.content() as written:
+                return differences(self.source, written)
+        except DamagedError as error:
+            return [str(error)]
 
     # ---- writing
 

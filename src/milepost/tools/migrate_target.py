@@ -130,7 +130,6 @@ def leave(leaving: Leaving) -> None:
             fileops.rename_no_replace(leaving.directory / source, leaving.directory / name)
         for name in leaving.removes:
             fileops.unlink(leaving.directory / name)
-        fileops.sync_directory(leaving.directory)
     except OSError as error:
         raise StorageError(
             f"{leaving.directory}: {error.strerror or error}: what was written is complete, the "
@@ -138,6 +137,8 @@ def leave(leaving: Leaving) -> None:
             path=leaving.directory,
             number=error.errno,
         ) from error
+    with suppress(OSError):  # after a power cut the source may be there again, which does no harm
+        fileops.sync_directory(leaving.directory)
 
 
 def backup_name(path: Path) -> str:

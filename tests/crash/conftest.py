@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import torch
+
+from milepost.errors import CheckpointError
+from milepost.testing.faults import Fault, FaultPlan, Operation
+from milepost.testing.matrix import Attempt, CrashMatrix
+from milepost.testing.power import PowerLoss
+
+Check: TypeAlias = Callable[[Attempt], None]
+Record: TypeAlias = tuple[Sequence[Operation], int]
+"""Operations, and how many of them have returned when the first power cut comes."""
+CheckDisk: TypeAlias = Callable[[PowerLoss, Path], None]
+CutPower: TypeAlias = Callable[[CrashMatrix, Iterable[Record], CheckDisk], None]
+
+POINTS = "points"
+DISKS = "disks after power cuts"
+FILLING = ("open", "write", "reserve", "fsync")
+SAMPLE = 20
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """The tests fork, and a pool of threads does not survive that."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory, in memory where that can be: there are thousands of small saves."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        yield tmp_path
+        return
+    place = Path(tempfile.mkdtemp(prefix="milepost-crash-", dir=memory))
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(params=["some", pytest.param("rest", marks=pytest.mark.slow)])
+def explore(request: pytest.FixtureRequest) -> Callable[[CrashMatrix, Check], None]:
+    """Tries a matrix and checks each attempt: a part of its points, or all the others."""
+
+    def run(matrix: CrashMatrix, check: Check) -> None:
+        some, rest = split(matrix)
+        chosen = some if request.param == "some" else rest
+        lost = []
+        for attempt in matrix.attempts(chosen):
+            try:
+                check(attempt)
+            except (AssertionError, CheckpointError, OSError) as error:
+                lost.append(f"{attempt}\n  {type(error).__name__}: {error}")
+        shown = "\n".join(lost[:8])
+        assert not lost, f"{len(lost)} of {len(chosen)} points:\n{shown}"
+        request.node.user_properties.append((POINTS, len(chosen)))
+
+    return run
+
+
+@pytest.fixture(params=["some", pytest.param("rest", marks=pytest.mark.slow)])
+def cut_power(request: pytest.FixtureRequest) -> CutPower:
+    """Cuts the power during each of some records, and checks each disk that may be left."""
+
+    def run(matrix: CrashMatrix, records: Iterable[Record], check: CheckDisk) -> None:
+        few = request.param == "some"
+        lost, count = [], 0
+        for operations, first in records:
+            samples = 1 if few else 8
+            losses = matrix.power_losses(operations, first=first, samples=samples, seed=samples)
+            for loss, root in losses:
+                count += 1
+                try:
+                    check(loss, root)
+                except (AssertionError, CheckpointError, OSError) as error:
+                    lost.append(f"{loss}\n  {type(error).__name__}: {error}")
+        assert not lost, f"{len(lost)} of {count} disks:\n" + "\n".join(lost[:8])
+        request.node.user_properties.append((DISKS, count))
+
+    return run
+
+
+def split(matrix: CrashMatrix) -> tuple[list[FaultPlan], list[FaultPlan]]:
+    """What is tried in each run of the tests, and what only in a long one.
+
+    Always: a kill before each operation, of the writes of a file before the first and the last, and
+    an error of each operation that changes names. Of all else, a sample.
+    """
+    writes: dict[str, list[int]] = {}
+    for number, operation in enumerate(matrix.operations):
+        if operation.name == "write":
+            writes.setdefault(operation.target, []).append(number)
+    inner = {number for numbers in writes.values() for number in numbers[1:-1]}
+    plans = matrix.plans(Fault)
+    filling = {n for n, one in enumerate(matrix.operations) if one.name in FILLING}
+    always = {FaultPlan(n, Fault.KILL_BEFORE) for n in range(len(matrix.operations))}
+    always = {plan for plan in always if plan.nth not in inner}
+    always |= {FaultPlan(n, Fault.EIO) for n in range(len(matrix.operations)) if n not in filling}
+    others = [plan for plan in plans if plan not in always]
+    always |= set(random.Random(1).sample(others, min(SAMPLE, len(others))))
+    return [p for p in plans if p in always], [p for p in plans if p not in always]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = [
+        (report.nodeid.rpartition("::")[2], what, count)
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call"
+        for what, count in report.user_properties
+        if what in (POINTS, DISKS)
+    ]
+    if counts:
+        terminalreporter.section("crash matrix")
+        for test, what, count in sorted(counts):
+            terminalreporter.line(f"{count:6} {what}: {test}")
+        for what in (POINTS, DISKS):
+            total = sum(count for _, counted, count in counts if counted == what)
+            terminalreporter.line(f"{total:6} {what} in all, nothing lost")
