@@ -19,6 +19,7 @@ _HOMES = {
     "milepost.checkpointing.functions": ("load_checkpoint", "save_checkpoint"),
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
     "milepost.checkpointing.load_request": ("Moments",),
+    "milepost.checkpointing.peft_sidecar": ("load_peft", "save_peft"),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
     "milepost.checkpointing.save": ("Rng", "save"),
     "milepost.checkpointing.save_run": ("Lineage", "SaveReport"),
@@ -69,6 +70,7 @@ _HOMES = {
         "ShapePolicy",
         "Unexpected",
     ),
+    "milepost.tools.migrate": ("convert_legacy_checkpoint_to_split",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -99,6 +101,8 @@ if TYPE_CHECKING:
     from milepost.checkpointing.load import Verify as Verify
     from milepost.checkpointing.load import load as load
     from milepost.checkpointing.load_request import Moments as Moments
+    from milepost.checkpointing.peft_sidecar import load_peft as load_peft
+    from milepost.checkpointing.peft_sidecar import save_peft as save_peft
     from milepost.checkpointing.report import Level as Level
     from milepost.checkpointing.report import LoadReport as LoadReport
     from milepost.checkpointing.save import Rng as Rng
@@ -150,3 +154,6 @@ if TYPE_CHECKING:
     from milepost.state.policies import Missing as Missing
     from milepost.state.policies import ShapePolicy as ShapePolicy
     from milepost.state.policies import Unexpected as Unexpected
+    from milepost.tools.migrate import (
+        convert_legacy_checkpoint_to_split as convert_legacy_checkpoint_to_split,
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from milepost.engine.write import WriteOptions
+from milepost.tools.migrate import Migration, migrate
 
 ONE_THREAD = WriteOptions(threads=1)
 CONFIG = {"hidden_size": 4, "num_layers": 1, "use_glu": False}
@@ -66,6 +67,12 @@ def hidden(directory: Path) -> list[str]:
     """What is left over: hidden files but the lock."""
     names = {path.name for path in directory.iterdir() if path.name.startswith(".")}
     return sorted(names - {".milepost.lock"})
+
+
+def only(*paths: Path | str, **request: Any) -> Migration:
+    """What a migration of these paths, which find one source, says of it."""
+    (one,) = migrate([*paths], **request).migrations
+    return one
 
 
 class Marker:

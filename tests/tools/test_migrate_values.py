@@ -137,6 +137,7 @@ STATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.spec("v1#trio-8")
 @pytest.mark.case("C1.5")
 @pytest.mark.case("C5.24")
 @pytest.mark.parametrize("to", [MigrateTarget.TRIO, MigrateTarget.DIRECTORY])
@@ -151,6 +152,9 @@ def test_training_state_that_torch_would_refuse_to_load_comes_along(
         torch.load(raw, weights_only=True)
         found = mp.load_checkpoint(tmp_path / "out" / "x")["extra_state"]
         assert type(found) is type(STATES[name])
+        if name == "a path":
+            assert found == {"dir": PurePosixPath("/data/x"), "deep": [{"at": PurePosixPath("y")}]}
+            assert torch.load(raw, weights_only=True)["extra_state"] == {}
         assert mp.Checkpoint.open(tmp_path / "out" / "x").verify().ok
 
 

@@ -166,6 +166,25 @@ class Checkpoint(ABC):
         Not one byte of the training state is read.
         """
 
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill existing tensors with the weights of their names, in place.
+
+        Shape and dtype must be the stored ones: `ShapeMismatchError` or `DtypeMismatchError` names
+        the tensor before any target has changed. Strides and devices are the target's.
+        """
+        from milepost.layouts.weights import check_targets, fill_one_by_one
+
+        check_targets(self.tensors(), self.tied, targets)
+        fill_one_by_one(self.read, targets)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """The weight `name` as a private map of its file where the layout allows it, else read.
+
+        Pages are read when touched. Writing to the tensor changes this process's copy only, and a
+        later save over the checkpoint does not change it: files are replaced, never rewritten.
+        """
+        return self.read(name)
+
     @abstractmethod
     def training_state(self) -> Mapping[str, Any]:
         """The training state by key, decoded, tensors on CPU; empty when there is none."""

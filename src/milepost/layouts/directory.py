@@ -28,7 +28,7 @@ from milepost.layouts.checkpoint import (
     VerifyReport,
 )
 from milepost.layouts.tensor_set import TensorSet
-from milepost.layouts.weights import read_many, read_one
+from milepost.layouts.weights import map_one, read_into, read_many, read_one
 
 if TYPE_CHECKING:
     import torch
@@ -153,11 +153,11 @@ class DirectoryCheckpoint(Checkpoint):
     def read_weights(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         return read_many(self._primary, self.tied, names)
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """The weight `name` as a private map of its file (see `engine.read.map_tensor`)."""
-        from milepost.engine.read import map_tensor
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        read_into(self._primary, self.tied, targets)
 
-        return map_tensor(self._primary.stored(self.tied.get(name, name)))
+    def mapped(self, name: str) -> torch.Tensor:
+        return map_one(self._primary, self.tied, name)
 
     def whole_document(self) -> dict[str, Any]:
         """`training/state.json` as it stands, its version checked."""

@@ -25,7 +25,7 @@ from milepost.layouts.checkpoint import (
     VerifyReport,
 )
 from milepost.layouts.tensor_set import TensorSet
-from milepost.layouts.weights import read_many, read_one
+from milepost.layouts.weights import map_one, read_into, read_many, read_one
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +98,12 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def read_weights(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
         return read_many(self._set, {}, names)
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> None:
+        read_into(self._set, {}, targets)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return map_one(self._set, {}, name)
 
     def training_state(self) -> Mapping[str, Any]:
         """Optimizer, scheduler and scaler of a Hugging Face Trainer, as their state dicts, and its

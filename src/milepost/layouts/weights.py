@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from milepost.errors import InvalidInputError
+from milepost.errors import (
+    DtypeMismatchError,
+    InvalidInputError,
+    NotFoundError,
+    ShapeMismatchError,
+)
 from milepost.geometry.blocks import normalise_spans
-from milepost.layouts.checkpoint import Index
+from milepost.layouts.checkpoint import Index, TensorInfo
 from milepost.layouts.tensor_set import TensorSet
 
 if TYPE_CHECKING:
@@ -30,6 +35,55 @@ def read_one(
             f"{name}: {error}; the stored shape is {stored.torch_shape()}"
         ) from error
     return read_tensor(stored, spans)
+
+
+def check_targets(
+    stored: Mapping[str, TensorInfo], tied: Mapping[str, str], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse targets of another shape or dtype than the stored tensor of their name."""
+    from milepost.state.tensors import stored_dtype, stored_shape
+
+    for name, target in targets.items():
+        info = stored.get(tied.get(name, name))
+        if info is None:
+            raise NotFoundError(f"no tensor {name!r} among the {len(stored)} that are stored")
+        if stored_shape(target) != info.shape:
+            raise ShapeMismatchError(
+                f"{name}: the target has shape {stored_shape(target)}, the checkpoint {info.shape}"
+            )
+        if stored_dtype(target) != info.dtype:
+            raise DtypeMismatchError(
+                f"{name}: the target has dtype {stored_dtype(target)}, the checkpoint {info.dtype}"
+            )
+
+
+def fill_one_by_one(
+    read: Callable[[str], torch.Tensor], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill targets from a layout that has no tensor bytes in place."""
+    import torch
+
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(read(name))
+
+
+def read_into(
+    tensors: TensorSet, tied: Mapping[str, str], targets: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill targets in parallel, straight from the files."""
+    from milepost.engine.read import ReadOptions, fill_tensors
+
+    check_targets(tensors.tensors, tied, targets)
+    pairs = [(tensors.stored(tied.get(name, name)), target) for name, target in targets.items()]
+    fill_tensors(pairs, ReadOptions())
+
+
+def map_one(tensors: TensorSet, tied: Mapping[str, str], name: str) -> torch.Tensor:
+    """One tensor as a private map of its file."""
+    from milepost.engine.read import map_tensor
+
+    return map_tensor(tensors.stored(tied.get(name, name)))
 
 
 def read_many(

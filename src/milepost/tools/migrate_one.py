@@ -61,14 +61,14 @@ _BEGINNINGS = (b"PK", b"\x80")  # of an archive of torch, and of a pickle
 def migrate_one(task: Task, request: Request) -> Migration:
     """Everything about one source; what goes wrong is in the result, not raised."""
     blank = Migration(source=task.source, outcome=Outcome.FAILED)
-    if task.problem is not None:
-        return replace(blank, error=task.problem)
-    if task.skip is not None:
-        return replace(blank, outcome=Outcome.SKIPPED, notes=(task.skip,))
     try:
         if request.writes:
             finish_changes(task.source.parent)
             finish_changes(task.directory)
+        if task.problem is not None:
+            return replace(blank, error=task.problem)
+        if task.skip is not None:
+            return replace(blank, outcome=Outcome.SKIPPED, notes=(task.skip,))
         if _has_left(task):
             return replace(blank, outcome=Outcome.SKIPPED, notes=(DONE,))
         with _opened(task, request) as source:

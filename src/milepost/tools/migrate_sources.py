@@ -183,6 +183,7 @@ class _Finder:
             place = beside.with_name(beside.name + end)
             if suffix != LEGACY_SUFFIX and place.is_file() and not self._wants_trio(beside):
                 return self._task(place, path.parent)
+        beside = path.with_name(stem_of(path.name))
         if path.parent.is_dir() and look(path.parent, trio_names(beside.name)):
             return self._trio_task(beside, path.parent)
         return self._problem(path, _not_found(path, beside, suffix))
