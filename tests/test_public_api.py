@@ -25,7 +25,7 @@ State StreamCursor StreamDataState StreamShardState TensorInfo Unexpected Verify
 WriteOptions collect_extra_state
 convert_legacy_checkpoint_to_split dedup_source errors hf_source list_run load load_checkpoint
 load_extra_state load_peft local_source newest save save_checkpoint save_peft shard_key
-shield_worker
+shield_worker FileInfo Problem Severity VerifyReport
 """.split()  # noqa: SIM905
 
 ERRORS = """

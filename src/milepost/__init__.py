@@ -26,7 +26,16 @@ _HOMES = {
     "milepost.checkpointing.target": ("OnExisting",),
     "milepost.engine.read": ("ReadOptions",),
     "milepost.engine.write": ("Durability", "WriteMode", "WriteOptions"),
-    "milepost.layouts.checkpoint": ("Checkpoint", "CheckpointInfo", "Layout", "TensorInfo"),
+    "milepost.layouts.checkpoint": (
+        "Checkpoint",
+        "CheckpointInfo",
+        "FileInfo",
+        "Layout",
+        "Problem",
+        "Severity",
+        "TensorInfo",
+        "VerifyReport",
+    ),
     "milepost.layouts.run": ("RunEntry", "RunListing", "list_run", "newest"),
     "milepost.manager.best": ("BestMetric",),
     "milepost.manager.contributors": (
@@ -116,8 +125,12 @@ if TYPE_CHECKING:
     from milepost.engine.write import WriteOptions as WriteOptions
     from milepost.layouts.checkpoint import Checkpoint as Checkpoint
     from milepost.layouts.checkpoint import CheckpointInfo as CheckpointInfo
+    from milepost.layouts.checkpoint import FileInfo as FileInfo
     from milepost.layouts.checkpoint import Layout as Layout
+    from milepost.layouts.checkpoint import Problem as Problem
+    from milepost.layouts.checkpoint import Severity as Severity
     from milepost.layouts.checkpoint import TensorInfo as TensorInfo
+    from milepost.layouts.checkpoint import VerifyReport as VerifyReport
     from milepost.layouts.run import RunEntry as RunEntry
     from milepost.layouts.run import RunListing as RunListing
     from milepost.layouts.run import list_run as list_run

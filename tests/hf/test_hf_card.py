@@ -8,11 +8,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.hf.conftest import make_model
 
 from milepost.errors import FormatError
 from milepost.hf.aux_files import collect_model_files
 from milepost.hf.card import MalformedCard, is_hub_id, tag_card
+from tests.hf.conftest import make_model
 
 
 def tagged(text: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.hf.conftest import make_model
 
 from milepost.format.index import Index, encode_index
 from milepost.hf.aux_files import collect_model_files
 from milepost.hf.foreign import drop_draft_layers, foreign_notes, foreign_weights
+from tests.hf.conftest import make_model
 
 
 @pytest.mark.case("V15")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.hf.conftest import dtypes_of, make_model, ties_of, write_directory
 
 from milepost.errors import NotFoundError
 from milepost.hf.aux_files import collect_model_files
 from milepost.hf.functional import RemoteCode, run_model
+from tests.hf.conftest import dtypes_of, make_model, ties_of, write_directory
 
 
 def checkpoint(directory: Path, family: str, tokenizer: Any = None, **overrides: Any) -> Path:

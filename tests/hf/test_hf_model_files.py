@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hf.conftest import dtypes_of, make_model, ties_of, write_directory
 from torch import nn
 
 from milepost.hf.aux_files import AuxFiles, check_model_files, collect_model_files
 from milepost.hf.model_config import check_tied_flag, set_dtype
+from tests.hf.conftest import dtypes_of, make_model, ties_of, write_directory
 
 
 def collect(model: Any, **options: Any) -> AuxFiles:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hf.conftest import make_tokenizer
 
 from milepost.hf.processing import processing_files, stored_templates
+from tests.hf.conftest import make_tokenizer
 
 ONE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TWO = "{% for m in messages %}[{{ m.content }}]{% endfor %}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hf.conftest import dtypes_of, write_directory
 
 from milepost.hf.aux_files import collect_model_files
 from milepost.hf.remote_code import (
@@ -21,6 +20,7 @@ from milepost.hf.remote_code import (
     module_names,
     relative_imports,
 )
+from tests.hf.conftest import dtypes_of, write_directory
 
 TRACE = """
 import os

@@ -100,6 +100,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing was found that is an error."""
         return not any(problem.severity is Severity.ERROR for problem in self.problems)
 
 
