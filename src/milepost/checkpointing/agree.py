@@ -20,10 +20,12 @@ from milepost.format.tree import TAG_KEY
 from milepost.geometry.placement import Replicate, Shard
 from milepost.plan.holding import PlacementClass
 from milepost.plan.inventory import Inventory, LeafInfo, merge_inventories
+from milepost.state.optimizer_merge import merge_records
+from milepost.state.optimizer_record import OptimizerRecord
 from milepost.state.other import Kind, capture_stateful
 from milepost.state.placements import Held, describe
 from milepost.state.tensors import is_dtensor
-from milepost.state.tree_blob import pack_tree
+from milepost.state.tree_blob import pack_tree, unpack_tree
 
 _SCRATCH_NBYTES = 1024 * 1024
 _merged: dict[str, Inventory] = {}
@@ -32,9 +34,10 @@ _merged: dict[str, Inventory] = {}
 def settle_trees(talk: Conversation, captured: Captured, state: State) -> dict[str, Held]:
     """Agree on everything that is no weight and no moment; the small tensors as they will be held.
 
-    A tree that is the same on all ranks is stored once, from the coordinator. One that differs is
-    kept per rank, as a row of bytes of each; schedulers, optimizers and model extras must not
-    differ and are refused, naming two ranks.
+    A tree that is the same on all ranks is stored once, from the coordinator. Optimizers of which
+    ranks have different parameters are joined. Any other tree that differs is kept per rank, as a
+    row of bytes of each; schedulers and model extras must not differ and are refused, naming two
+    ranks.
     """
     world = talk.world_size
     if world > 1:
@@ -59,6 +62,10 @@ def _keep_per_rank(talk: Conversation, captured: Captured, state: State) -> None
     reports = talk.gather("trees", json.dumps(own).encode())
     verdict = json.dumps(_differing(reports)).encode() if talk.is_coordinator else None
     differing: dict[str, int] = json.loads(talk.broadcast("trees-differ", verdict))
+    optimizers = {o.place: o for o in captured.optimizers}
+    for place in [key for key in differing if key in optimizers]:
+        del differing[place]
+        _merge_optimizer(talk, captured, place, optimizers[place].state.record)
     blobs = {key: _own_blob(captured, state, key, differing[key]) for key in differing}
     lengths = {key: len(blob) for key, blob in blobs.items()}
     found = [json.loads(raw) for raw in talk.gather("lengths", json.dumps(lengths).encode())]
@@ -69,6 +76,21 @@ def _keep_per_rank(talk: Conversation, captured: Captured, state: State) -> None
         row = bytearray(blob.ljust(longest[key], b"\0"))
         captured.replace_by_row(key, torch.frombuffer(row, dtype=torch.uint8).reshape(1, -1))
     captured.keep_only({name for tree in captured.trees.values() for name in _references(tree)})
+
+
+def _merge_optimizer(
+    talk: Conversation, captured: Captured, place: str, record: OptimizerRecord
+) -> None:
+    """Join the records of all ranks into the one that is stored."""
+    gathered = talk.gather(f"record/{place}", pack_tree(record.to_tree(), key=place))
+    if not talk.is_coordinator:
+        return
+    ranked = []
+    for rank, blob in enumerate(gathered):
+        where = f"{place} of rank {rank}"
+        tree = unpack_tree(blob, where=where)
+        ranked.append((rank, OptimizerRecord.from_tree(tree, where=where)))
+    captured.replace_tree(place, merge_records(ranked, key=place).to_tree())
 
 
 def _differing(reports: list[bytes]) -> dict[str, int]:
@@ -148,6 +170,24 @@ def topology_digest(inventory: Inventory, models: Iterable[str]) -> str:
     """A digest of how every weight is held by which ranks; equal digests mean equal topologies."""
     sets = {key: inventory.sets.get(key, {}) for key in models}
     return xxhash.xxh3_128(Inventory(sets=sets).to_bytes()).hexdigest()
+
+
+def names_elsewhere(talk: Conversation, key: str, own: Iterable[str]) -> set[str]:
+    """Names that other ranks have and this one has not: stages hold parts of a model. Collective."""
+    mine = set(own)
+    if talk.world_size == 1:
+        return set()
+    digest = xxhash.xxh3_128("\0".join(sorted(mine)).encode()).digest()
+    digests = talk.gather(f"names/{key}", digest)
+    alike = b"1" if len(set(digests)) == 1 else b"0"
+    if talk.broadcast(f"names-alike/{key}", alike if talk.is_coordinator else None) == b"1":
+        return set()
+    lists = talk.gather(f"names-of/{key}", json.dumps(sorted(mine)).encode())
+    union = sorted({name for raw in lists for name in json.loads(raw)})
+    told = talk.broadcast(
+        f"all-names/{key}", json.dumps(union).encode() if talk.is_coordinator else None
+    )
+    return set(json.loads(told)) - mine
 
 
 def agree_inventory(talk: Conversation, sets: Mapping[str, Mapping[str, Held]]) -> Inventory:

@@ -63,6 +63,12 @@ class Captured:
         self.rows[name] = key
         self.tensors[name] = row
 
+    def replace_tree(self, key: str, value: Any) -> None:
+        """Store another value under `key`."""
+        sink = StateTensors()
+        self.trees[key] = encode(value, sink, key=f"{key}~merged")
+        self.tensors.update(sink.tensors)
+
     def keep_only(self, names: set[str]) -> None:
         """Drop small tensors that no tree refers to any more."""
         for name in [n for n in self.tensors if n not in names | {RNG_TENSOR, *self.rows}]:

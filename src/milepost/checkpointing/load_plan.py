@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from milepost.checkpointing.agree import agree_inventory, topology_digest
+from milepost.checkpointing.agree import agree_inventory, names_elsewhere, topology_digest
 from milepost.checkpointing.capture import State, check_keys, primary_key
 from milepost.checkpointing.load_foreign import plan_foreign
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
@@ -31,8 +31,9 @@ from milepost.state.leaves import collect_leaves
 from milepost.state.model import capture_model, parameter_names
 from milepost.state.model_plan import plan_restore_model
 from milepost.state.optimizer import inner_optimizers
+from milepost.state.optimizer_merge import without
 from milepost.state.optimizer_plan import plan_restore_optimizer
-from milepost.state.optimizer_record import OptimizerRecord
+from milepost.state.optimizer_record import OptimizerRecord, split_tensor_name
 from milepost.state.other import Kind, restore_stateful, restore_value
 from milepost.state.placements import describe
 from milepost.state.policies import Missing
@@ -106,10 +107,12 @@ class _Wanted:
             saved_key = self._saved_model(key)
             tensors = self.checkpoint.weights(saved_key)
             entry = self.checkpoint.model_entry(saved_key)
+            elsewhere = names_elsewhere(self.talk, key, collect_leaves(self.state[key]).tensors)
+            stored = _infos(tensors.tensors)
             plan = plan_restore_model(
                 self.state[key],
-                _infos(tensors.tensors),
-                entry.tied,
+                {name: info for name, info in stored.items() if name not in elsewhere},
+                {a: kept for a, kept in entry.tied.items() if a not in elsewhere},
                 extra=self._extra(key, saved_key),
                 missing=self.policies.missing,
                 unexpected=self.policies.unexpected,
@@ -180,11 +183,15 @@ class _Wanted:
                 raise DamagedError(f"{self.checkpoint.path}: {place} was not saved as an optimizer")
             where = f"{self.checkpoint.path}: {place}"
             record = OptimizerRecord.from_tree(self._decoded(place), where=where)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            own = [names[id(p)] for p in params if id(p) in names]
+            elsewhere = names_elsewhere(self.talk, place, own)
+            infos = _infos(tensors.tensors)
             plan = plan_restore_optimizer(
                 optimizer,
                 names,
-                record,
-                _infos(tensors.tensors),
+                without(record, elsewhere),
+                {n: i for n, i in infos.items() if split_tensor_name(n)[0] not in elsewhere},
                 key=place,
                 missing=self.policies.missing,
                 unexpected=self.policies.unexpected,

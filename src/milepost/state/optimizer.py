@@ -259,10 +259,10 @@ class _Capture:
         self._read_scalars()
         slots: dict[str, SlotValues] = {}
         for slot, values in self.plain.items():
-            default = _most_common(values.values())
+            default = most_common(values.values())
             slots[slot] = SlotValues(
                 default=default,
-                exceptions={f: v for f, v in values.items() if not _equal(v, default)},
+                exceptions={f: v for f, v in values.items() if not same_value(v, default)},
                 absent=tuple(fqn for fqn in self.seen if fqn not in values),
             )
         return slots
@@ -301,7 +301,7 @@ class _Capture:
         self._take_tensor(name, scalar.slot, scalar.param, scalar.tensor)
 
 
-def _most_common(values: Iterable[SlotValue]) -> SlotValue | None:
+def most_common(values: Iterable[SlotValue]) -> SlotValue | None:
     """The value that most parameters have; None when no value can be compared."""
     counted: Counter[str] = Counter()
     example: dict[str, SlotValue] = {}
@@ -313,7 +313,7 @@ def _most_common(values: Iterable[SlotValue]) -> SlotValue | None:
     return example[counted.most_common(1)[0][0]] if counted else None
 
 
-def _equal(value: SlotValue, default: SlotValue | None) -> bool:
+def same_value(value: SlotValue, default: SlotValue | None) -> bool:
     identity = _identity(value)
     return default is not None and identity is not None and identity == _identity(default)
 

@@ -94,7 +94,7 @@ class OptimizerPlan:
     def apply(self) -> OptimizerReport:
         """Put the filled targets, the values and the hyper-parameters into the optimizer."""
         targets = self.targets()
-        values = _values_by_parameter(self.record)
+        values = values_by_parameter(self.record)
         stateful = set(self.record.stateful())
         for fqn in self.report.absent:
             self.optimizer.state.pop(self.members[fqn].param, None)
@@ -108,6 +108,8 @@ class OptimizerPlan:
                 same = isinstance(old, Tensor) and _is_alias(old, target)
                 entry[slot] = old if same else target
             for slot, value in values.get(fqn, {}).items():
+                if slot in entry:  # a tensor of its own, where others have a number
+                    continue
                 entry[slot] = self._materialise(fqn, slot, value, live.get(slot))
             self._replace(member.param, entry)
         self._apply_shared()
@@ -257,7 +259,7 @@ def _sort_infos(
     return found
 
 
-def _values_by_parameter(record: OptimizerRecord) -> dict[FQN, dict[str, SlotValue]]:
+def values_by_parameter(record: OptimizerRecord) -> dict[FQN, dict[str, SlotValue]]:
     """Each parameter's slots that are no tensors, with defaults spread out."""
     found: dict[FQN, dict[str, SlotValue]] = {fqn: {} for fqn in record.stateful()}
     for slot, values in record.slots.items():
