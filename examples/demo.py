@@ -182,7 +182,9 @@ def draw(losses: dict[int, str], killed_at: int, resumed_from: int) -> None:
 def talk(checkpoint: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     for prompt in ("The capital of France is", "In Python, a list is"):

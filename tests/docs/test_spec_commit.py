@@ -158,5 +158,5 @@ def test_a_symlink_in_place_of_a_file_is_damage(saved: Path) -> None:
     part.rename(saved.parent / "weights")
     part.symlink_to(saved.parent / "weights")
     report = mp.Checkpoint.open(saved).verify()
-    assert "is a symlink" in report.problems[0].message
+    assert "lies behind a symlink" in report.problems[0].message
     assert not report.ok

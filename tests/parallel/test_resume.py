@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import milepost as mp
@@ -58,9 +57,6 @@ def reshard(rank: int, world_size: int, shape: Shape, run: Path, tied: bool = Fa
 
 
 def in_world(shape: Shape, function: Any, *arguments: Any) -> list[Any]:
-    if shape.world_size == 1:
-        assert not dist.is_initialized()
-        return [function(0, 1, shape, *arguments)]
     return run_world(shape.world_size, function, shape, *arguments)
 
 

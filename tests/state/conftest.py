@@ -13,7 +13,7 @@ def _one_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A gloo group of this one process."""
     store = Path(tmp_path_factory.mktemp("store")) / "store"

@@ -173,7 +173,7 @@ def topology_digest(inventory: Inventory, models: Iterable[str]) -> str:
 
 
 def names_elsewhere(talk: Conversation, key: str, own: Iterable[str]) -> set[str]:
-    """Names that other ranks have and this one has not: stages hold parts of a model. Collective."""
+    """Names that other ranks have and this one lacks: stages hold parts of a model. Collective."""
     mine = set(own)
     if talk.world_size == 1:
         return set()
