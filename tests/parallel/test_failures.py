@@ -196,6 +196,7 @@ def other_world_size(rank: int, world_size: int, run: Path) -> Any:
     return refused, kept, report.kept, draw, torch.rand(2).tolist(), report.notes
 
 
+@pytest.mark.spec("v1#rank-2")
 @pytest.mark.case("V27")
 @pytest.mark.case("V29")
 def test_state_of_each_rank_is_never_quietly_given_to_another_number_of_ranks(
