@@ -238,7 +238,18 @@ def test_a_configuration_that_differs_is_refused_field_by_field(tmp_path: Path) 
     )
     assert isinstance(error, ConfigMismatchError)
     assert error.differences == {"hidden_size": (8, 16)}
-    mp.load(tmp_path / "checkpoint-1", live, model_config={**now, "hidden_size": 8})
+    report = mp.load(tmp_path / "checkpoint-1", live, model_config={**now, "hidden_size": 8})
+    assert report.config == {"dropout": (0.25, 0.5), "new": ("(absent)", 1)}
+    assert "model_config.dropout: saved 0.25, now 0.5" in report.lines()
+
+
+@pytest.mark.case("C7.35")
+def test_a_renamed_field_of_a_configuration_is_reported_and_stops_nothing(tmp_path: Path) -> None:
+    saved = {"hidden_size": 8, "num_layers": 2}
+    mp.save(tmp_path / "checkpoint-1", training(), step=1, model_config=saved)
+    now = {"hidden_size": 8, "n_layers": 2}
+    report = mp.load(tmp_path / "checkpoint-1", training(seed=8), model_config=now)
+    assert report.config == {"num_layers": (2, "(absent)"), "n_layers": ("(absent)", 2)}
 
 
 # Two phases.

@@ -79,7 +79,7 @@ def never_come(rank: int, world_size: int) -> tuple[str, float]:
     start = time.monotonic()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with meeting(rank, world_size, limit_s=3.0) as meet:
+    with meeting(rank, world_size, limit_s=5.0) as meet:
         try:
             meet.settle("write", None)
         except RankError as error:
@@ -93,13 +93,13 @@ def test_a_rank_that_died_is_named_on_every_other_rank_in_bounded_time() -> None
     for outcome in (first, third):
         message, seconds = outcome.value
         assert "rank 1 has shown no sign of life" in message
-        assert seconds < 15
+        assert seconds < 25
 
 
 def come_late(rank: int, world_size: int) -> str:
-    with meeting(rank, world_size, limit_s=3.0) as meet:
+    with meeting(rank, world_size, limit_s=6.0) as meet:
         if rank == 1:
-            time.sleep(7)  # longer than the limit, but its heartbeat goes on
+            time.sleep(9)  # longer than the limit, but its heartbeat goes on
         meet.settle("write", None)
     return "settled"
 

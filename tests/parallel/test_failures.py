@@ -68,7 +68,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_the_next_save_works(
 
 
 def die_in_a_write(rank: int, world_size: int, run: Path) -> tuple[str, float]:
-    os.environ["MILEPOST_RANK_TIMEOUT_S"] = "4"
+    os.environ["MILEPOST_RANK_TIMEOUT_S"] = "8"
     training = start(FSDP2)
     training.step()
     mp.save(run / "checkpoint-1", training.state(), step=1)
@@ -90,11 +90,11 @@ def die_in_a_write(rank: int, world_size: int, run: Path) -> tuple[str, float]:
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_previous_checkpoint(
     tmp_path: Path,
 ) -> None:
-    survivor, dead = run_outcomes(2, die_in_a_write, tmp_path, deadline_s=60)
+    survivor, dead = run_outcomes(2, die_in_a_write, tmp_path, deadline_s=90)
     assert dead.exit_code == -signal.SIGKILL
     message, seconds = survivor.value
     assert "rank 1 has shown no sign of life" in message
-    assert seconds < 30
+    assert seconds < 60
     listing = mp.list_run(tmp_path)
     assert [entry.step for entry in listing.committed] == [1]
     assert mp.Checkpoint.open(tmp_path / "checkpoint-1").verify().ok

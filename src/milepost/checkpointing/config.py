@@ -68,21 +68,29 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second) or str(first) == str(second)
 
 
-def check_model_config(checkpoint: Checkpoint, live: Any) -> dict[str, tuple[Any, Any]]:
-    """Refuse a checkpoint of another architecture; other differences are returned.
+ABSENT = "(absent)"
 
-    `ConfigMismatchError` lists every structural field with both values.
+
+def check_model_config(checkpoint: Checkpoint, live: Any) -> dict[str, tuple[Any, Any]]:
+    """Refuse a checkpoint of another architecture; every other difference is returned.
+
+    `ConfigMismatchError` lists each structural field with both values. A field that only one side
+    has (renamed, or new since) is a difference with `ABSENT` on the other, and stops nothing.
     """
     raw = checkpoint.info.model_config
     if raw is None:
         return {}
-    saved = decode(raw, None, where=f"{checkpoint.path}: model_config")
-    differences = config_differences(as_mapping(saved), as_mapping(live))
+    saved = as_mapping(decode(raw, None, where=f"{checkpoint.path}: model_config"))
+    now = as_mapping(live)
+    differences = config_differences(saved, now)
     structural = {key: pair for key, pair in differences.items() if key in STRUCTURAL_FIELDS}
     if structural:
-        raise ConfigMismatchError(config_message(str(checkpoint.path), structural),
-                                  differences=structural)  # fmt: skip
-    return differences
+        raise ConfigMismatchError(
+            config_message(str(checkpoint.path), structural), differences=structural
+        )
+    gone = {key: (value, ABSENT) for key, value in saved.items() if key not in now}
+    new = {key: (ABSENT, value) for key, value in now.items() if key not in saved}
+    return {**differences, **gone, **new}
 
 
 def config_message(where: str, differences: Mapping[str, tuple[Any, Any]]) -> str:

@@ -91,10 +91,10 @@ def load(
             _agree_on(talk, checkpoint)
             if verify is Verify.DIGESTS and talk.is_coordinator:
                 _verify(checkpoint)
-            if model_config is not None:
-                check_model_config(checkpoint, model_config)
+            config = {} if model_config is None else check_model_config(checkpoint, model_config)
         with together(talk, "plan"):
             plan = plan_load(talk, checkpoint, state, policies, primary)
+            plan.report.config = config
         try:
             with together(talk, "fill"):
                 _fill(plan, options or ReadOptions())

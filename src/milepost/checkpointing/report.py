@@ -35,7 +35,8 @@ class LoadReport:
     `models` and `optimizers` hold the details by key. `not_loaded` names entries of the checkpoint
     that the state did not ask for, `kept` entries of the state that the checkpoint does not hold
     and that were left as they were. `differences` says what can break bits, or why the level is no
-    higher. `passed_over` names newer checkpoints that were not taken, with reasons.
+    higher. `passed_over` names newer checkpoints that were not taken, with reasons. `config` maps
+    fields of the model's configuration that differ and do not matter to (saved, now).
     """
 
     path: Path
@@ -50,6 +51,7 @@ class LoadReport:
     kept: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
+    config: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _restore_rng: Callable[[], list[str]] | None = None
 
@@ -80,6 +82,7 @@ class LoadReport:
         if self.kept:
             lines.append(f"not in the checkpoint, left as they were: {', '.join(self.kept)}")
         lines += [f"differs: {text}" for text in self.differences]
+        lines += [f"model_config.{k}: saved {a!r}, now {b!r}" for k, (a, b) in self.config.items()]
         return lines + self.notes
 
 

@@ -82,26 +82,28 @@ def save(
                 add_rng(captured)
         with together(talk, "plan"), save_.phase("plan"):
             plan, inventory = save_.plan(captured, state, max_shard_size)
-            manifest = Manifest(
-                checkpoint_id=begin["checkpoint_id"],
-                parent_id=begin["parent_id"],
-                generation=begin["generation"],
-                branch_step=begin["branch_step"],
-                step=step,
-                epoch=plain_epoch(epoch),
-                created=begin["created"],
-                metrics=plain_metrics(metrics or {}),
-                writer=writer(),
-                mesh=mesh_of(captured, inventory, talk.world_size),
-                model_config=_encoded(model_config),
-                provenance=provenance(),
-                exactness=exactness(state),
-            )
-            files = list(plan.files)
+            manifest, own = None, []
             if talk.is_coordinator:
-                files += save_.side_files(captured, state, processing_class, manifest, log_history)
+                manifest = Manifest(
+                    checkpoint_id=begin["checkpoint_id"],
+                    parent_id=begin["parent_id"],
+                    generation=begin["generation"],
+                    branch_step=begin["branch_step"],
+                    step=step,
+                    epoch=plain_epoch(epoch),
+                    created=begin["created"],
+                    metrics=plain_metrics(metrics or {}),
+                    writer=writer(),
+                    mesh=mesh_of(captured, inventory, talk.world_size),
+                    model_config=_encoded(model_config),
+                    provenance=provenance(),
+                    exactness=exactness(state),
+                )
+                own = save_.side_files(
+                    captured, inventory, state, processing_class, manifest, log_history
+                )
                 encode_manifest(manifest)  # what it cannot hold is refused before a file exists
-        return save_.run(files, plan, manifest, replaces=begin["replaces"])
+        return save_.run(plan, own, manifest, begin)
 
 
 def _encoded(model_config: Any) -> Any:

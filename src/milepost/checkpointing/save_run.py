@@ -38,7 +38,6 @@ from milepost.checkpointing.target import (
 )
 from milepost.checkpointing.world import exchange_group
 from milepost.engine.exchange_write import exchange_and_write
-from milepost.engine.read import dtype_name
 from milepost.engine.rendezvous import Conversation, together
 from milepost.engine.write import Durability, WriteOptions, create_files, fill_files
 from milepost.errors import CheckpointError, MismatchError
@@ -178,12 +177,16 @@ class SaveRun:
     def side_files(
         self,
         captured: Captured,
+        inventory: Inventory,
         state: State,
         processing_class: Any,
         manifest: Manifest,
         log_history: Sequence[Mapping[str, Any]],
     ) -> list[PlannedFile]:
-        """Config, tokenizer, card and trainer state; sets the manifest's entries for models."""
+        """Config, tokenizer, card, trainer state and trees: what the coordinator alone writes.
+
+        Sets the manifest's entries for models and state. Names and dtypes are those of all ranks.
+        """
         files: list[PlannedFile] = []
         huggingface = []
         for key, model in captured.models.items():
@@ -192,8 +195,8 @@ class SaveRun:
                 state[key],
                 processing_class=processing_class if prefix == "" else None,
                 ties=model.ties,
-                dtype_names=[dtype_name(tensor) or "" for tensor in model.leaves.values()],
-                saved_names=[*model.leaves, *model.ties],
+                dtype_names=[leaf.dtype for leaf in inventory.sets[key].values()],
+                saved_names=[*inventory.sets[key], *model.ties],
             )
             self.notes += [f"{key}: {note}" for note in aux.notes]
             if "config.json" in aux.files:
@@ -215,18 +218,20 @@ class SaveRun:
 
     def run(
         self,
-        files: list[PlannedFile],
         plan: FilesPlan,
-        manifest: Manifest,
-        *,
-        replaces: bool,
+        own: list[PlannedFile],
+        manifest: Manifest | None,
+        begin: Mapping[str, Any],
     ) -> SaveReport:
-        """Stage, write, commit; collective. `files` are those of `plan`, then the coordinator's."""
+        """Stage, write, commit; collective. The coordinator has files of its `own`, and the
+        manifest."""
+        files = [*plan.files, *own]
         needed = sum(file.nbytes for file in files)
+        checkpoint_id: str = begin["checkpoint_id"]
         staging = StagingDirectory(
             self.target,
-            unique=f"{manifest.checkpoint_id}-{self.target.name}",
-            owns=lambda path: _holds(path, manifest.checkpoint_id),
+            unique=f"{checkpoint_id}-{self.target.name}",
+            owns=lambda path: _holds(path, checkpoint_id),
         )
         with ExitStack() as stack:
             with self._step("stage", needed):
@@ -236,14 +241,14 @@ class SaveRun:
             with self._step("write", needed):
                 extents = self._write(staging.path, files, plan)
             with self._step("commit", needed):
-                if self.talk.is_coordinator:
+                if manifest is not None:
                     entries = self._digests(staging.path, files, extents)
-                    self._commit(staging, manifest, entries, replaces=replaces)
+                    self._commit(staging, manifest, entries, replaces=begin["replaces"])
         self._log(needed)
         return SaveReport(
             path=self.target,
             step=self.step,
-            checkpoint_id=manifest.checkpoint_id,
+            checkpoint_id=checkpoint_id,
             nbytes=needed,
             phases=dict(self.phases),
             notes=tuple(self.notes),
