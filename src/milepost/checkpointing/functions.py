@@ -14,7 +14,9 @@ from milepost.errors import (
     ReplacedError,
     UnsafePickleError,
 )
+from milepost.format.tree import decode
 from milepost.layouts.checkpoint import Checkpoint
+from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.payload import Dialect, Payload
 from milepost.layouts.single_file import RESERVED_KEYS, SingleFileCheckpoint, write_single_file
 from milepost.layouts.trio import TrioCheckpoint, find_trio
@@ -151,12 +153,12 @@ def _from_directory(checkpoint: Checkpoint) -> dict[str, Any]:
         "best_loss": info.best_loss,
         "created": info.created,
         "metrics": dict(info.metrics) or None,
-        "config": info.model_config,
+        "config": _config(checkpoint),
         "checkpoint_id": info.checkpoint_id,
     }
     metadata = {key: value for key, value in recorded.items() if value is not None}
     result: dict[str, Any] = {"model_state": checkpoint.read_weights()}
-    state = dict(checkpoint.training_state())
+    state = _training_state(checkpoint)
     optimizer = state.get("optimizer")
     if isinstance(optimizer, Mapping) and "param_groups" in optimizer:
         result["optimizer"] = state.pop("optimizer")
@@ -164,3 +166,36 @@ def _from_directory(checkpoint: Checkpoint) -> dict[str, Any]:
         result["training_state"] = state
     result["metadata"] = metadata
     return metadata | result
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    config = checkpoint.info.model_config
+    if config is None or not isinstance(checkpoint, DirectoryCheckpoint):
+        return config
+    return decode(config, None, where=f"{checkpoint.path}: model_config")
+
+
+def _training_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The training state by key; an optimizer as the state dict that torch's own classes take.
+
+    Where it is damaged, a warning says so and the weights are given alone.
+    """
+    try:
+        state = dict(checkpoint.training_state())
+    except DamagedError as error:
+        warn_user(
+            f"{checkpoint.path}: the training state is not usable, so only weights and metadata "
+            f"were loaded ({error})",
+            CheckpointWarning,
+        )
+        return {}
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        from milepost.checkpointing.optimizer_dict import torch_state_dict
+        from milepost.state.optimizer_record import OptimizerRecord
+
+        for key, entry in checkpoint.manifest.state.items():
+            if entry.kind == "optimizer" and key in state:
+                tree = {name: value for name, value in state[key].items() if name != "tensors"}
+                record = OptimizerRecord.from_tree(tree, where=f"{checkpoint.path}: {key}")
+                state[key] = torch_state_dict(record, state[key]["tensors"])
+    return state
