@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from milepost.checkpointing.optimizer_dict import torch_state_dict
 from milepost.errors import InvalidInputError
 from milepost.format.tree import decode
 from milepost.layouts.checkpoint import Checkpoint, Layout
@@ -18,7 +19,6 @@ from milepost.layouts.trio_names import split_suffix
 from milepost.state.optimizer_record import OptimizerRecord
 from milepost.tools.carried import needed_sidecars
 from milepost.tools.export import ExportReport, ExportTarget, TrainingState
-from milepost.checkpointing.optimizer_dict import torch_state_dict
 from milepost.tools.sources import mapped_weights
 
 # The usual names of schedulers and scalers, and the slot of a trio where each belongs.
