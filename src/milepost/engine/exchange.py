@@ -59,7 +59,7 @@ class ExchangeJob:
 
 
 Sink = Callable[[ExchangeJob, Span, torch.Tensor], None]
-"""Takes whole rows: the job, their local row span, and a contiguous tensor that it may not keep."""
+"""Takes whole rows: the job, their local row span, and a contiguous tensor that is its to keep."""
 
 
 def run_exchange(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from milepost.geometry.blocks import Span
 from milepost.geometry.placement import Spans, between
 from milepost.plan.shares import TensorPlace, file_runs
 from milepost.storage import fileops
+
+_ROWS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +55,22 @@ def exchange_and_write(
 
 
 class _Writer:
+    """Writes behind the exchange: one thread writes while the next rows are on their way."""
+
     def __init__(self, writes: Mapping[str, ExchangeWrite], options: WriteOptions) -> None:
         self._writes, self._options = writes, options
         self._descriptors: dict[Path, int] = {}
         self.extents: dict[Path, list[Extent]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="milepost-exchange")
+        self._pending: deque[Future[None]] = deque()
 
     def put(self, job: ExchangeJob, span: Span, rows: torch.Tensor) -> None:
+        """Take rows that nobody else will touch; raises what an earlier write met."""
+        while len(self._pending) >= _ROWS_IN_FLIGHT:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._put, job, span, rows))
+
+    def _put(self, job: ExchangeJob, span: Span, rows: torch.Tensor) -> None:
         write = self._writes[job.name]
         memory = memory_of(rows)
         done = 0
@@ -85,11 +99,15 @@ class _Writer:
         return self._descriptors[path]
 
     def sync(self) -> None:
+        """Wait for all writes and make them durable."""
+        while self._pending:
+            self._pending.popleft().result()
         if self._options.durability is Durability.DURABLE:
             for descriptor in self._descriptors.values():
                 fileops.sync_data(descriptor)
 
     def close(self) -> None:
+        self._thread.shutdown()
         for descriptor in self._descriptors.values():
             fileops.close_file(descriptor)
         self._descriptors.clear()
