@@ -85,12 +85,12 @@ def test_all_suffixes_are_sources_and_a_bare_stem_finds_them(tmp_path: Path, suf
 @pytest.mark.case("C5.26")
 @pytest.mark.parametrize("to", list(MigrateTarget))
 def test_every_dialect_goes_into_every_layout_bit_by_bit(tmp_path: Path, to: MigrateTarget) -> None:
-    for path in GOLDEN.glob("*.pt"):
-        if not path.name.endswith(".extra_state.pt"):
-            shutil.copy(path, tmp_path)
+    old_files = [p for p in GOLDEN.glob("*.pt") if not p.name.endswith(".extra_state.pt")]
+    for path in old_files:
+        shutil.copy(path, tmp_path)
     out = tmp_path / "out"
     report = migrate([tmp_path], to=to, out=out, proof=Proof.ALWAYS)
-    assert len(report.migrations) == 9
+    assert len(report.migrations) == len(old_files) >= 10
     assert report.ok
     for one in report.of(Outcome.MIGRATED):
         assert one.proven and one.target is not None
