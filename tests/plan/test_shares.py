@@ -17,8 +17,8 @@ from milepost.plan.shares import (
     TensorPlace,
     column_boxes,
     file_runs,
+    share_at,
     share_of,
-    transfers,
 )
 
 
@@ -106,21 +106,20 @@ def received(
     replica: int,
     rank: int,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """What `rank` has after the transfers, put together from local tensors only."""
+    """What `rank` has after its peers sent it their columns, from local tensors only."""
     shape = place.shape or (1,)
-    moves = [m for m in transfers(holding, place, coordinate, replica) if m.receiver == rank]
-    first, last = moves[0].rows
+    share = share_at(holding, place, coordinate, replica)
+    assert share is not None and share.rank == rank
+    first, last = share.local
     out = np.full((last - first, *shape[1:]), -1)
-    for move in moves:
-        sender = holding.shard_coordinate(move.sender)
-        assert sender is not None
-        held = holding.held(place.shape, sender) if place.shape else (((0, 1),),)
+    for peer in holding.peers(coordinate):
+        held = holding.held(place.shape, peer) if place.shape else (((0, 1),),)
         grid = np.ix_(*([i for a, b in spans for i in range(a, b)] for spans in held))
         local = values[grid].reshape(local_shape(held))
         for target, source in column_boxes(held, shape):
             into = tuple(slice(*span) for span in target)
             out[(slice(None), *into)] = local[
-                (slice(*move.rows), *(slice(*span) for span in source))
+                (slice(first, last), *(slice(*span) for span in source))
             ]
     assert (out >= 0).all()
     return out

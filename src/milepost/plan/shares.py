@@ -98,38 +98,6 @@ def share_at(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """Part of a shard that one rank sends to the writer of its rows, who may be itself.
-
-    `rows` are local positions along dim 0, the same for sender and receiver; all columns that the
-    sender holds go. At the receiver they are all rows of its share.
-    """
-
-    sender: int
-    receiver: int
-    rows: Span
-
-
-def transfers(
-    holding: Holding, place: TensorPlace, coordinate: tuple[int, ...], replica: int
-) -> Iterator[Transfer]:
-    """All moves among the peers of a shard in one set of replicas, in one order for all of them.
-
-    Peers hold the same rows in the same order, so rows have the same positions everywhere.
-    """
-    peers = list(holding.peers(coordinate))
-    for receiver in peers:
-        share = share_at(holding, place, receiver, replica)
-        if share is not None:
-            for sender in peers:
-                yield Transfer(
-                    sender=holding.replicas(sender)[replica],
-                    receiver=share.rank,
-                    rows=share.local,
-                )
-
-
 Box: TypeAlias = tuple[Span, ...]
 
 
