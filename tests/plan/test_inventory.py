@@ -63,7 +63,7 @@ def test_ranks_that_disagree_on_a_shape_are_both_named() -> None:
         )
     assert str(caught.value) == (
         "model: w: global shape is (8, 4) on rank 0 and (4, 4) on rank 1; a plain tensor that is "
-        "really a shard needs a declared placement"
+        "a slice of it must be declared with milepost.declare_placement"
     )
 
 
@@ -79,3 +79,19 @@ def test_a_tensor_of_which_a_shard_is_nowhere_is_refused() -> None:
     half = LeafInfo(dtype="BF16", shape=(8,), itemsize=2, classes=())
     with pytest.raises(InvalidInputError, match="no group holds all of it"):
         holding_of(half, "w")
+
+
+def of_frozen(*frozen: str, held: tuple[str, ...]) -> Inventory:
+    return Inventory(
+        sets={"model": {name: leaf(SELF) for name in held}}, frozen={"model": frozenset(frozen)}
+    )
+
+
+def test_a_leaf_is_frozen_when_every_rank_that_holds_it_says_so() -> None:
+    first = of_frozen("a", "b", held=("a", "b", "c"))
+    second = of_frozen("a", "d", held=("a", "b", "d"))
+    assert Inventory.from_bytes(second.to_bytes()) == second
+    merged = merge_inventories([((0,), first), ((1,), second)])
+    assert merged.frozen == {"model": {"a", "d"}}
+    assert merged.frozen_on_disk("model") == {"a", "d"}
+    assert merged.frozen_on_disk("optimizer") == set()

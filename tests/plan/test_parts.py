@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from milepost.errors import InvalidInputError, UnencodableError
 from milepost.format.header import parse_header, tensor_nbytes
+from milepost.format.index import part_names
+from milepost.plan import parts
 from milepost.plan.parts import DATA_ALIGNMENT_NBYTES, PartsPlan, parse_nbytes, plan_parts
 
 Item = tuple[str, str, tuple[int, ...]]
@@ -111,6 +113,30 @@ def test_every_part_carries_the_framework_tag(wanted: list[Item], limit: int) ->
     for part in plan_parts(wanted, stem="model", max_part_nbytes=limit).parts:
         header = parse_header(part.header, file_nbytes=part.nbytes, where=part.name)
         assert header.metadata == {"format": "pt"}
+
+
+@given(items, st.integers(1, 600), st.data())
+def test_frozen_tensors_have_parts_of_their_own_before_the_others(
+    wanted: list[Item], limit: int, data: st.DataObject
+) -> None:
+    frozen = {name for name, _, _ in wanted if data.draw(st.booleans())}
+    nbytes = {name: tensor_nbytes(dtype, shape) for name, dtype, shape in wanted}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "FROZEN_NBYTES", 1)
+        plan = plan_parts(wanted, stem="model", max_part_nbytes=limit, frozen=frozen)
+    is_apart = sum(nbytes[name] for name in frozen) > 0
+    assert [part.is_frozen for part in plan.parts] == sorted(
+        (is_apart and set(part.tensors) <= frozen and bool(part.tensors) for part in plan.parts),
+        reverse=True,
+    )
+    assert all(
+        part.is_frozen or not is_apart or frozen.isdisjoint(part.tensors) for part in plan.parts
+    )
+    assert {name for part in plan.parts for name in part.tensors} == nbytes.keys()
+    names = [part.name for part in plan.parts]
+    assert names == part_names("model", len(names))
+    few = plan_parts(wanted, stem="model", max_part_nbytes=limit, frozen=frozen)
+    assert few == plan_parts(wanted, stem="model", max_part_nbytes=limit), "they are small"
 
 
 def test_no_tensors_at_all_make_one_part() -> None:

@@ -33,11 +33,13 @@ class Shard:
     """Dim `dim` is cut over the mesh axis by the rule of `torch.chunk`.
 
     With `split_factor` above 1 the dim is first cut into that many virtual chunks and each is cut
-    over the axis: torch's `_StridedShard`.
+    over the axis: torch's `_StridedShard`. With `padded_length` above its length the dim is cut as
+    if it had that many elements; those past its end are held by nobody.
     """
 
     dim: int
     split_factor: int = 1
+    padded_length: int = 0
 
 
 Placement: TypeAlias = Replicate | Shard
@@ -68,20 +70,22 @@ def index_set(
 
     >>> index_set((8, 2), (2,), (1,), (Shard(0, split_factor=2),))
     (((2, 4), (6, 8)), ((0, 2),))
+    >>> index_set((65, 2), (2,), (1,), (Shard(0, padded_length=128),))
+    (((64, 65),), ((0, 2),))
     """
     spans = list(whole(shape))
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Shard):
             dim = placement.dim
-            spans[dim] = _cut(spans[dim], placement.split_factor, count, index)
+            spans[dim] = _cut(spans[dim], placement, count, index)
     return tuple(spans)
 
 
-def _cut(spans: Spans, split_factor: int, count: int, index: int) -> Spans:
-    length = span_length(spans)
+def _cut(spans: Spans, placement: Shard, count: int, index: int) -> Spans:
+    length = max(span_length(spans), placement.padded_length)
     found: list[Span] = []
-    for number in range(split_factor):
-        first, last = chunk(length, split_factor, number)
+    for number in range(placement.split_factor):
+        first, last = chunk(length, placement.split_factor, number)
         start, end = chunk(last - first, count, index)
         for span in between(spans, first + start, first + end):
             _append(found, span)

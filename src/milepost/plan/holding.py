@@ -77,12 +77,14 @@ class Holding:
 
     classes: tuple[PlacementClass, ...]
 
-    @property
+    @cached_property
     def signature(self) -> tuple[tuple[int, Shard], ...]:
+        """The axes that cut: how many shards each makes, and how."""
         return self.classes[0].signature
 
     @cached_property
-    def _replicas(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+    def shards(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """The ranks at each coordinate of the grid, ascending."""
         found: dict[tuple[int, ...], list[int]] = {}
         for placement_class in self.classes:
             for rank in placement_class.ranks:
@@ -91,7 +93,7 @@ class Holding:
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        return {rank: c for c, ranks in self._replicas.items() for rank in ranks}
+        return {rank: c for c, ranks in self.shards.items() for rank in ranks}
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -103,12 +105,12 @@ class Holding:
 
     def replicas(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks that hold the same index set, ascending."""
-        return self._replicas[coordinate]
+        return self.shards[coordinate]
 
     @cached_property
     def replica_count(self) -> int:
         """Replicas of each shard; those beyond the common number take no part in a save."""
-        return min(len(ranks) for ranks in self._replicas.values())
+        return min(len(ranks) for ranks in self.shards.values())
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
@@ -121,7 +123,7 @@ class Holding:
 
     @cached_property
     def _is_complete(self) -> bool:
-        return len(self._replicas) == prod(self.grid)
+        return len(self.shards) == prod(self.grid)
 
     @cached_property
     def sole_holder(self) -> int | None:

@@ -7,7 +7,7 @@ layout and ownership are pure functions of the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,31 +15,88 @@ from typing import Any
 import msgspec
 
 from milepost.errors import InvalidInputError, MismatchError
+from milepost.geometry.axis_view import AxisKind, Fixed
 from milepost.geometry.blocks import Shape
 from milepost.geometry.placement import Placement, Replicate, Shard
 from milepost.plan.holding import Holding, PlacementClass, group_holdings
+from milepost.plan.hub_views import (
+    ViewRun,
+    decode_kind,
+    decode_views,
+    encode_kind,
+    encode_views,
+)
+from milepost.plan.view_holding import view_holding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
     """A tensor as its holders see it: safetensors dtype, global shape as torch counts it, bytes of
-    one of torch's elements, and how it is held."""
+    one of torch's elements, and how it is held. A tensor on disk that is a view of a held one has
+    the shape of the view and the classes of the held one."""
 
     dtype: str
     shape: Shape
     itemsize: int
     classes: tuple[PlacementClass, ...]
+    view: tuple[AxisKind, Fixed] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class Inventory:
     """Leaves by set (a model, an optimizer, the small tensors) and name.
 
-    `facts` are texts that must be equal on all ranks that state them, by key.
+    `facts` are texts that must be equal on all ranks that state them, by key. `views` says by set
+    which leaves lie on disk as something else: under other names, or one by one. It has a row for
+    the further names of tied leaves too. `frozen` has by set the leaves that are not trained, as
+    far as all ranks that hold them say so.
     """
 
     sets: dict[str, dict[str, LeafInfo]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
+    views: dict[str, dict[str, tuple[ViewRun, ...]]] = field(default_factory=dict)
+    frozen: dict[str, frozenset[str]] = field(default_factory=dict)
+    _on_disk: dict[str, dict[str, LeafInfo]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def on_disk(self, key: str) -> dict[str, LeafInfo]:
+        """The tensors of one set by the names that they have on disk; empty for a set that is not
+        there. Asked for when the inventory is complete, and kept."""
+        if key not in self._on_disk:
+            views = self.views.get(key, {})
+            found: dict[str, LeafInfo] = {}
+            for fqn, leaf in self.sets.get(key, {}).items():
+                if fqn not in views:
+                    found[fqn] = leaf
+                    continue
+                for name, viewed in leaf_views(leaf, views[fqn]):
+                    found[name] = viewed
+            self._on_disk[key] = found
+        return self._on_disk[key]
+
+    def frozen_on_disk(self, key: str) -> frozenset[str]:
+        """The frozen tensors of one set, by the names that they have on disk."""
+        views = self.views.get(key, {})
+        found: set[str] = set()
+        for fqn in self.frozen.get(key, ()):
+            runs = views.get(fqn)
+            found.update([fqn] if runs is None else (v.name for run in runs for v in run.views()))
+        return frozenset(found)
+
+    def ties_on_disk(self, key: str, ties: Mapping[str, str]) -> dict[str, str]:
+        """`ties`, alias to kept name, in the names that tensors have on disk."""
+        views = self.views.get(key, {})
+        found: dict[str, str] = {}
+        for alias, kept in ties.items():
+            names = (
+                [view.name for run in views[name] for view in run.views()]
+                if name in views
+                else [name]
+                for name in (alias, kept)
+            )
+            found.update(zip(*names, strict=False))
+        return {alias: kept for alias, kept in found.items() if alias != kept}
 
     def to_bytes(self) -> bytes:
         """A compact form; equal inventories give equal bytes."""
@@ -53,7 +110,16 @@ class Inventory:
             for name, leaves in self.sets.items()
         }
         classes = [_class_to_list(placement_class) for placement_class in table]
-        return msgspec.json.encode({"sets": sets, "classes": classes, "facts": self.facts})
+        document = {"sets": sets, "classes": classes, "facts": self.facts}
+        if self.frozen:
+            document["frozen"] = {
+                key: f"{_bits(self.sets[key], names):x}" for key, names in self.frozen.items()
+            }
+        if self.views:
+            kinds: dict[AxisKind, int] = {}
+            document["views"] = encode_views(self.views, kinds)
+            document["kinds"] = [encode_kind(kind) for kind in kinds]
+        return msgspec.json.encode(document)
 
     @staticmethod
     def from_bytes(raw: bytes) -> Inventory:
@@ -71,12 +137,35 @@ class Inventory:
             }
             for name, rows in data["sets"].items()
         }
-        return Inventory(sets=sets, facts=data["facts"])
+        kinds = [decode_kind(entry) for entry in data.get("kinds", ())]
+        views = decode_views(data.get("views", {}), kinds)
+        frozen = {
+            key: _of_bits(sets[key], int(digits, 16))
+            for key, digits in data.get("frozen", {}).items()
+        }
+        return Inventory(sets=sets, facts=data["facts"], views=views, frozen=frozen)
+
+
+def _bits(names: Iterable[str], wanted: Collection[str]) -> int:
+    """One bit for each name, the first name's the lowest."""
+    digits = "".join("1" if name in wanted else "0" for name in names)
+    return int(digits[::-1] or "0", 2)
+
+
+def _of_bits(names: Iterable[str], bits: int) -> frozenset[str]:
+    digits = f"{bits:b}"[::-1]
+    return frozenset(name for name, digit in zip(names, digits, strict=False) if digit == "1")
 
 
 def _class_to_list(c: PlacementClass) -> list[Any]:
-    placements = [[p.dim, p.split_factor] if isinstance(p, Shard) else [] for p in c.placements]
-    return [c.mesh_shape, c.ranks, placements]
+    return [c.mesh_shape, c.ranks, [_placement_to_list(p) for p in c.placements]]
+
+
+def _placement_to_list(placement: Placement) -> list[int]:
+    if not isinstance(placement, Shard):
+        return []
+    padding = [placement.padded_length] if placement.padded_length else []
+    return [placement.dim, placement.split_factor, *padding]
 
 
 def _class_from_list(entry: Sequence[Any]) -> PlacementClass:
@@ -96,7 +185,8 @@ def merge_inventories(found: Iterable[tuple[Sequence[int], Inventory]]) -> Inven
     Names keep the order in which the lowest ranks list them. A leaf whose dtype or shape differs
     between ranks, or a fact that does, is refused and names both ranks.
     """
-    merged = Inventory()
+    found = list(found)
+    merged = Inventory(frozen=_merge_frozen(inventory for _, inventory in found))
     origin: dict[tuple[str, str], int] = {}
     for ranks, inventory in sorted(found, key=lambda item: min(item[0])):
         first = min(ranks)
@@ -108,7 +198,36 @@ def merge_inventories(found: Iterable[tuple[Sequence[int], Inventory]]) -> Inven
             for fqn, leaf in leaves.items():
                 named = _with_ranks(leaf, whole)
                 target[fqn] = _merge_leaf(target.get(fqn), named, f"{name}: {fqn}", origin, first)
+        _merge_views(merged, inventory, origin, first)
     return merged
+
+
+def _merge_frozen(found: Iterable[Inventory]) -> dict[str, frozenset[str]]:
+    """What some rank holds as frozen and no rank trains."""
+    frozen: dict[str, set[str]] = {}
+    trained: dict[str, set[str]] = {}
+    for inventory in found:
+        for key, leaves in inventory.sets.items():
+            own = inventory.frozen.get(key, frozenset())
+            frozen.setdefault(key, set()).update(own)
+            trained.setdefault(key, set()).update(leaves.keys() - own)
+    kept = {key: frozenset(names - trained[key]) for key, names in frozen.items()}
+    return {key: names for key, names in kept.items() if names}
+
+
+def _merge_views(
+    merged: Inventory, inventory: Inventory, origin: dict[tuple[str, str], int], rank: int
+) -> None:
+    for key, views in inventory.views.items():
+        target = merged.views.setdefault(key, {})
+        for fqn, runs in views.items():
+            first = origin.setdefault(("views", f"{key}: {fqn}"), rank)
+            if target.setdefault(fqn, runs) != runs:
+                raise MismatchError(
+                    f"{key}: {fqn}: ranks {first} and {rank} would store it under other names or "
+                    "in other shapes; build the model from the same class and configuration on "
+                    "all ranks"
+                )
 
 
 def _with_ranks(leaf: LeafInfo, whole: PlacementClass) -> LeafInfo:
@@ -147,7 +266,7 @@ def _merge_leaf(
         if ours != theirs:
             raise MismatchError(
                 f"{name}: {what} is {ours} on rank {first} and {theirs} on rank {rank}; a plain "
-                "tensor that is really a shard needs a declared placement"
+                "tensor that is a slice of it must be declared with milepost.declare_placement"
             )
     classes = tuple(dict.fromkeys((*known.classes, *leaf.classes)))
     return LeafInfo(dtype=known.dtype, shape=known.shape, itemsize=known.itemsize, classes=classes)
@@ -159,6 +278,8 @@ def holding_of(leaf: LeafInfo, name: str) -> Holding:
     Refused when no group of ranks holds the whole tensor.
     """
     groups = _groups_of(leaf.classes)
+    if leaf.view is not None:
+        groups = [view_holding(group, *leaf.view) for group in groups]
     for holding in groups:
         if holding.is_complete():
             return holding
@@ -172,6 +293,20 @@ def holding_of(leaf: LeafInfo, name: str) -> Holding:
 def _groups_of(classes: tuple[PlacementClass, ...]) -> list[Holding]:
     """The holdings of a set of classes: thousands of tensors share a few of them."""
     return group_holdings(classes)
+
+
+def leaf_views(leaf: LeafInfo, runs: Iterable[ViewRun]) -> Iterator[tuple[str, LeafInfo]]:
+    """The tensors on disk that views of a leaf are, by name."""
+    for run in runs:
+        for name, kind, fixed in run.views():
+            viewed = LeafInfo(
+                dtype=leaf.dtype,
+                shape=kind.shape,
+                itemsize=leaf.itemsize,
+                classes=leaf.classes,
+                view=(kind, fixed),
+            )
+            yield name, viewed
 
 
 def items_of(
