@@ -18,11 +18,13 @@
     |   |-- ShapeMismatchError, DtypeMismatchError
     |   `-- ConfigMismatchError                 the recorded configuration differs
     |-- ExistsError (FileExistsError)           the target is taken: choose another or say replace
+    |-- SaveInFlightError                       an earlier save is still being written: wait
+    |-- StateChangedError (RuntimeError)        something wrote to the state while it was copied
     |-- RunInUseError                           a live process is writing into this run
     |-- StorageError (OSError)                  the file system said no: retry, free space, remount
     |   `-- NoSpaceError                        too little room, found before or during a write
     |-- LoadTornError (RuntimeError)            live state is half loaded: load again before use
-    |-- RankError (RuntimeError)                one rank failed, so all did: see the rank it names
+    |-- RankError (RuntimeError)                a rank failed in code that is not Milepost's
     |   `-- RankTimeoutError (TimeoutError)     some ranks never answered
     |-- SaveOutcomeUnknownError (RuntimeError)  rank 0 fell silent: look at the run before going on
     |-- CheckpointMigrationError (RuntimeError) a legacy file could not be converted
@@ -41,9 +43,14 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Base of all errors of Milepost. `code` is stable; `path` is the file concerned, if any."""
+    """Base of all errors of Milepost. `code` is stable; `path` is the file concerned, if any.
+
+    `rank` is the one on which it began, in a call that several ranks made together: all of them
+    raise the same class and message.
+    """
 
     code = "checkpoint-error"
+    rank: int | None = None
 
     def __init__(self, message: str, *, path: str | PathLike[str] | None = None) -> None:
         super().__init__(message)
@@ -156,6 +163,18 @@ class ExistsError(CheckpointError, FileExistsError):
     code = "exists"
 
 
+class SaveInFlightError(CheckpointError):
+    """An earlier save is still being written."""
+
+    code = "save-in-flight"
+
+
+class StateChangedError(CheckpointError, RuntimeError):
+    """State changed while it was being copied; the save is abandoned."""
+
+    code = "state-changed"
+
+
 class RunInUseError(CheckpointError):
     code = "run-in-use"
 
@@ -212,7 +231,10 @@ class CheckpointWarning(UserWarning):
 
 
 class RankError(CheckpointError, RuntimeError):
-    """Raised on every rank when one failed. `rank` began; `failed` are all that reported."""
+    """Raised on every rank when one failed with an error that is not Milepost's, or fell silent.
+
+    `rank` began; `failed` are all that reported.
+    """
 
     code = "rank-failed"
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from milepost.engine.rendezvous import MAX_VALUE_NBYTES, Rendezvous, together
-from milepost.errors import NoSpaceError, RankError
+from milepost.engine.rendezvous import MAX_VALUE_NBYTES, Rendezvous, led, together
+from milepost.engine.verdicts import _classes, pack_error, shared_error, unpack_error
+from milepost.errors import (
+    CheckpointError,
+    DamagedError,
+    KeyMismatchError,
+    NoSpaceError,
+    RankError,
+    RankTimeoutError,
+    SaveOutcomeUnknownError,
+)
 from tests.worlds import run_outcomes, run_world
 
 
-def meeting(rank: int, world_size: int, *, limit_s: float = 20.0) -> Rendezvous:
+def meeting(rank: int, world_size: int, *, limit_s: float = 20.0, topic: str = "t") -> Rendezvous:
     store: Any = dist.distributed_c10d._get_default_store()
-    return Rendezvous(store, rank=rank, world_size=world_size, topic="t", limit_s=limit_s)
+    return Rendezvous(store, rank=rank, world_size=world_size, topic=topic, limit_s=limit_s)
 
 
 def exchange_values(rank: int, world_size: int) -> tuple[list[bytes], bytes]:
@@ -40,16 +53,61 @@ def fail_on_rank_two(rank: int, world_size: int) -> str:
         error = NoSpaceError("the disk is full", needed_nbytes=5) if rank == 2 else None
         try:
             meet.settle("write", error)
-        except NoSpaceError as own:
-            return f"own: {own}"
-        except RankError as other:
-            return f"{other.rank} {other.failed} {other}"
+        except NoSpaceError as raised:
+            return f"{raised.rank} {raised.needed_nbytes} {raised.errno} {raised}"
     return "nothing"
 
 
-def test_one_failing_rank_fails_all_with_its_message_and_name() -> None:
-    others = "2 (2,) rank 2: the disk is full"
-    assert run_world(3, fail_on_rank_two) == [others, others, "own: the disk is full"]
+def test_one_failing_rank_fails_all_with_one_error() -> None:
+    expected = f"2 5 {errno.ENOSPC} rank 2: the disk is full"
+    assert run_world(3, fail_on_rank_two) == [expected] * 3
+
+
+def fail_in_own_ways(rank: int, world_size: int) -> list[str]:
+    raised = []
+    errors: list[Exception] = [ArithmeticError("no"), OSError(5, "sick mount", "/mnt/a")]
+    for number, error in enumerate(errors):
+        with meeting(rank, world_size, topic=f"t{number}") as meet:
+            try:
+                meet.settle("x", error if rank == 1 else None)
+            except CheckpointError as found:
+                raised.append(f"{type(found).__name__} {found.rank} {found}")
+    with meeting(rank, world_size, topic="both") as meet:
+        both: list[CheckpointError] = [
+            DamagedError("flipped"),
+            KeyMismatchError("k", missing=["a"]),
+        ]
+        try:
+            meet.settle("x", both[rank])
+        except CheckpointError as found:
+            raised.append(f"{type(found).__name__} {found.rank} {found}")
+    return raised
+
+
+def test_errors_of_other_kinds_are_one_error_too() -> None:
+    first, second = run_world(2, fail_in_own_ways)
+    assert first == second, "even when both ranks fail at once"
+    assert first[0] == "RankError 1 rank 1: ArithmeticError: no"
+    assert first[1] == "StorageError 1 rank 1: [Errno 5] sick mount: '/mnt/a'"
+    assert first[2].split()[0] in ("DamagedError", "KeyMismatchError")
+
+
+@pytest.mark.parametrize("kind", sorted(_classes(CheckpointError).values(), key=str))
+def test_every_class_of_error_survives_the_way(kind: type[CheckpointError]) -> None:
+    document = {"class": kind.__name__, "message": "m", "fields": {"rank": 2}, "cause": None}
+    found = unpack_error(json.dumps(document))
+    assert (type(found), str(found), found.rank) == (kind, "m", 2)
+
+
+def test_an_error_survives_the_way_to_another_rank() -> None:
+    error = KeyMismatchError("no such names", missing=["a", "b"])
+    error.__cause__ = DamagedError("a flipped byte", path="x.safetensors")
+    found = unpack_error(pack_error(shared_error(error, 3)))
+    assert isinstance(found, KeyMismatchError)
+    assert (str(found), found.rank, found.missing) == ("rank 3: no such names", 3, ("a", "b"))
+    assert isinstance(found.__cause__, DamagedError)
+    assert found.__cause__.path == "x.safetensors"
+    assert shared_error(error, 4) is error and error.rank == 3, "the rank that began stays named"
 
 
 def fail_before_the_others_ask(rank: int, world_size: int) -> str:
@@ -67,11 +125,7 @@ def fail_before_the_others_ask(rank: int, world_size: int) -> str:
 
 def test_a_rank_that_fails_early_frees_those_who_wait_for_its_value() -> None:
     start = time.monotonic()
-    assert run_world(3, fail_before_the_others_ask) == [
-        "rank 1: the disk is full",
-        "the disk is full",
-        "rank 1: the disk is full",
-    ]
+    assert run_world(3, fail_before_the_others_ask) == ["rank 1: the disk is full"] * 3
     assert time.monotonic() - start < 30
 
 
@@ -106,3 +160,66 @@ def come_late(rank: int, world_size: int) -> str:
 
 def test_a_slow_rank_that_still_lives_is_waited_for() -> None:
     assert run_world(2, come_late) == ["settled", "settled"]
+
+
+def lead(rank: int, world_size: int) -> list[str]:
+    told = []
+    with meeting(rank, world_size, topic="good") as meet, led(meet, "commit"):
+        if rank == 0:
+            meet.claim()
+            told.append("claimed")
+    with meeting(rank, world_size, topic="bad") as meet:
+        try:
+            with led(meet, "commit"):
+                if rank == 0:
+                    meet.claim()
+                    raise NoSpaceError("no room for the name")
+        except NoSpaceError as error:
+            told.append(str(error))
+    with meeting(rank, world_size, topic="off") as meet:
+        if rank == 1:
+            with suppress(DamagedError):
+                meet.settle("x", DamagedError("off"))
+            meet.store.set("told", b"1")
+        elif rank == 0:
+            meet.store.get("told")  # waits for it
+            try:
+                meet.claim()
+            except DamagedError as error:
+                told.append(str(error))
+    return told
+
+
+def test_the_coordinator_claims_the_outcome_once_or_hears_why_not() -> None:
+    first, second = run_world(2, lead)
+    failed = "rank 0: no room for the name"
+    assert first == ["claimed", failed, "rank 1: off"]
+    assert second == [failed]
+
+
+def fall_silent(rank: int, world_size: int, when: str) -> tuple[str, bool]:
+    with meeting(rank, world_size, limit_s=3.0) as meet:
+        meet.settle("written", None)
+        if rank == 0:
+            if when == "after":
+                meet.claim()
+            time.sleep(0.2)
+            meet._stop.set()  # no heartbeat any more
+            time.sleep(8)
+            return "silent", True
+        try:
+            meet.announce("commit", None)
+        except CheckpointError as error:
+            return type(error).__name__, meet.knows_outcome
+    return "nothing", True
+
+
+@pytest.mark.parametrize(
+    ("when", "raised"),
+    [("before", RankTimeoutError.__name__), ("after", SaveOutcomeUnknownError.__name__)],
+)
+def test_a_coordinator_that_falls_silent_leaves_a_doubt_only_after_its_claim(
+    when: str, raised: str
+) -> None:
+    _, other = run_world(2, fall_silent, when)
+    assert other == (raised, when == "before")

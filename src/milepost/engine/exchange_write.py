@@ -1,113 +1,210 @@
-"""Writing the rows that the exchange delivers: hashed while hot, at their place."""
+"""Writing what other ranks hold: from the exchange, or copied into place by everybody.
+
+With the exchange, the writer of a chunk gets its bytes, hashes them while they are hot and writes
+them at their place. Without one (`mapped`), every rank copies what it holds into the mapped file,
+and the writer reads the chunk back for its digest when all have copied: for one host only, and
+never for a file that is also written past the page cache.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
-from milepost.engine.exchange import ExchangeJob, run_exchange
+from milepost.engine.exchange import BufferPool, ExchangeStep, copy_boxes, run_exchange
 from milepost.engine.output import HASH_PIECE_NBYTES
 from milepost.engine.source import memory_of
 from milepost.engine.write import Durability, WriteOptions
 from milepost.format.digests import EXTENT_NBYTES, Extent
-from milepost.geometry.blocks import Span
-from milepost.geometry.placement import Spans, between
-from milepost.plan.shares import TensorPlace, file_runs
+from milepost.plan.shares import CHUNK_NBYTES
 from milepost.storage import fileops
 
-_ROWS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeWrite:
-    """A tensor whose rows are exchanged: the job, its file, and which global rows the shard has."""
-
-    job: ExchangeJob
-    path: Path
-    place: TensorPlace
-    rows: Spans
+_BUFFERS = 2
 
 
 def exchange_and_write(
-    writes: Sequence[ExchangeWrite], options: WriteOptions, *, group: Any, rank: int
+    steps: Sequence[ExchangeStep], options: WriteOptions, *, group: Any
 ) -> dict[Path, list[Extent]]:
-    """Exchange rows and write this rank's; collective among the peers of each tensor.
+    """Exchange what travels and write this rank's chunks; collective.
 
-    The extents written, by file. The first error of writing is raised after all exchanges are done.
+    The extents written, by file. The first error of writing is raised after all steps are done.
     """
-    writer = _Writer({write.job.name: write for write in writes}, options)
+    return _exchanged(steps, _Writer(options), group)
+
+
+def exchange_and_digest(
+    steps: Sequence[ExchangeStep], options: WriteOptions, *, group: Any
+) -> dict[Path, list[Extent]]:
+    """The extents that `exchange_and_write` would return, and nothing written; collective."""
+    return _exchanged(steps, _Digester(options), group)
+
+
+def _exchanged(
+    steps: Sequence[ExchangeStep], writer: _Writer, group: Any
+) -> dict[Path, list[Extent]]:
     try:
-        failure = run_exchange([write.job for write in writes], writer.put, group=group, rank=rank)
+        failure = run_exchange(steps, writer.put, writer.pool, group=group)
         if failure is not None:
             raise failure
-        writer.sync()
+        writer.finish()
     finally:
         writer.close()
     return writer.extents
 
 
-class _Writer:
-    """Writes behind the exchange: one thread writes while the next rows are on their way."""
+def copy_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> None:
+    """Copy all that this rank holds of the steps to its place in the files, through maps of them.
 
-    def __init__(self, writes: Mapping[str, ExchangeWrite], options: WriteOptions) -> None:
-        self._writes, self._options = writes, options
+    The files have their whole size, with blocks behind it. Durable when this returns, as asked.
+    """
+    files = _Files()
+    try:
+        for step in steps:
+            for parts in (step.own, *step.sends.values()):
+                for part in parts:
+                    copy_boxes(part, _mapped(files.open(step.path), part.start, part.end))
+        files.sync(options)
+    finally:
+        files.close()
+
+
+def digest_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> dict[Path, list[Extent]]:
+    """Read back this rank's chunks, which all ranks have copied; their extents, by file."""
+    files, extents = _Files(), _Extents()
+    buffer = memoryview(bytearray(CHUNK_NBYTES))
+    try:
+        for step in steps:
+            for start, end, tensor in step.chunks:
+                data = buffer[: end - start]
+                if os.preadv(files.open(step.path), [data], start) != end - start:
+                    raise OSError(5, "the file ends before a chunk that was copied", step.path)
+                extents.add(step.path, tensor, start, data)
+                if options.on_bytes is not None:
+                    options.on_bytes(end - start)
+    finally:
+        files.close()
+    return extents.finished()
+
+
+def _mapped(descriptor: int, start: int, end: int) -> Tensor:
+    """Bytes `[start, end)` of a file as a tensor; the map goes when the tensor does."""
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    window = fileops.map_file(descriptor, first, end - first)
+    return torch.frombuffer(window, dtype=torch.uint8)[start - first :]
+
+
+class _Files:
+    """Descriptors of the files that are written, opened when first needed."""
+
+    def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
-        self.extents: dict[Path, list[Extent]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="milepost-exchange")
-        self._pending: deque[Future[None]] = deque()
 
-    def put(self, job: ExchangeJob, span: Span, rows: torch.Tensor) -> None:
-        """Take rows that nobody else will touch; raises what an earlier write met."""
-        while len(self._pending) >= _ROWS_IN_FLIGHT:
-            self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._put, job, span, rows))
-
-    def _put(self, job: ExchangeJob, span: Span, rows: torch.Tensor) -> None:
-        write = self._writes[job.name]
-        memory = memory_of(rows)
-        done = 0
-        for start, end in file_runs(write.place, tuple(between(write.rows, *span))):
-            for first in range(start, end, EXTENT_NBYTES):
-                last = min(first + EXTENT_NBYTES, end)
-                self._write(write.path, memory[done : done + last - first], first)
-                done += last - first
-
-    def _write(self, path: Path, data: memoryview, offset: int) -> None:
-        hasher = xxhash.xxh3_128()
-        for begin in range(0, data.nbytes, HASH_PIECE_NBYTES):
-            hasher.update(data[begin : begin + HASH_PIECE_NBYTES])
-        descriptor = self._open(path)
-        fileops.write_at(descriptor, data, offset)
-        if self._options.durability is Durability.DURABLE:
-            fileops.start_writeback(descriptor, offset, data.nbytes)
-        extent = Extent(digest=hasher.digest(), start=offset, nbytes=data.nbytes)
-        self.extents.setdefault(path, []).append(extent)
-        if self._options.on_bytes is not None:
-            self._options.on_bytes(data.nbytes)
-
-    def _open(self, path: Path) -> int:
+    def open(self, path: Path) -> int:
         if path not in self._descriptors:
             self._descriptors[path] = fileops.open_file(path, os.O_RDWR)
         return self._descriptors[path]
 
-    def sync(self) -> None:
-        """Wait for all writes and make them durable."""
-        while self._pending:
-            self._pending.popleft().result()
-        if self._options.durability is Durability.DURABLE:
+    def sync(self, options: WriteOptions) -> None:
+        if options.durability is Durability.DURABLE:
             for descriptor in self._descriptors.values():
                 fileops.sync_data(descriptor)
 
     def close(self) -> None:
-        self._thread.shutdown()
         for descriptor in self._descriptors.values():
             fileops.close_file(descriptor)
         self._descriptors.clear()
+
+
+class _Extents:
+    """Digests of chunks, joined while chunks of one tensor follow each other."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Path, int, int], tuple[xxhash.xxh3_128, int]] = {}
+        self._done: dict[Path, list[Extent]] = {}
+
+    def add(self, path: Path, tensor: int, start: int, data: memoryview) -> None:
+        end = start + data.nbytes
+        hasher, first = self._open.pop((path, tensor, start), (None, start))
+        if hasher is not None and end - first > EXTENT_NBYTES:
+            self._close(path, hasher, first, start)
+            hasher, first = None, start
+        hasher = hasher or xxhash.xxh3_128()
+        for begin in range(0, data.nbytes, HASH_PIECE_NBYTES):
+            hasher.update(data[begin : begin + HASH_PIECE_NBYTES])
+        self._open[path, tensor, end] = hasher, first
+
+    def _close(self, path: Path, hasher: xxhash.xxh3_128, start: int, end: int) -> None:
+        extent = Extent(digest=hasher.digest(), start=start, nbytes=end - start)
+        self._done.setdefault(path, []).append(extent)
+
+    def finished(self) -> dict[Path, list[Extent]]:
+        for (path, _, end), (hasher, start) in self._open.items():
+            self._close(path, hasher, start, end)
+        self._open.clear()
+        return self._done
+
+
+class _Writer:
+    """Writes behind the exchange: one thread writes while the next chunks are on their way."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        self._options = options
+        self._files, self._digests = _Files(), _Extents()
+        self.pool = BufferPool(_BUFFERS)
+        self.extents: dict[Path, list[Extent]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="milepost-exchange")
+        self._pending: deque[Future[None]] = deque()
+
+    def put(self, step: ExchangeStep, buffer: Tensor) -> None:
+        """Write a step's chunks and give the buffer back; raises what an earlier write met."""
+        self._pending.append(self._thread.submit(self._put, step, buffer))
+        while self._pending[0].done() or len(self._pending) > _BUFFERS:
+            self._pending.popleft().result()
+            if not self._pending:
+                return
+
+    def _put(self, step: ExchangeStep, buffer: Tensor) -> None:
+        try:
+            memory = memory_of(buffer)
+            done = 0
+            for start, end, tensor in step.chunks:
+                self._write(step.path, tensor, memory[done : done + end - start], start)
+                done += end - start
+        finally:
+            self.pool.give_back(buffer)
+
+    def _write(self, path: Path, tensor: int, data: memoryview, offset: int) -> None:
+        self._digests.add(path, tensor, offset, data)
+        descriptor = self._files.open(path)
+        fileops.write_at(descriptor, data, offset)
+        if self._options.durability is Durability.DURABLE:
+            fileops.start_writeback(descriptor, offset, data.nbytes)
+        if self._options.on_bytes is not None:
+            self._options.on_bytes(data.nbytes)
+
+    def finish(self) -> None:
+        """Wait for all chunks, and make the files durable."""
+        while self._pending:
+            self._pending.popleft().result()
+        self._files.sync(self._options)
+        self.extents = self._digests.finished()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._files.close()
+
+
+class _Digester(_Writer):
+    """Hashes what the exchange brings, and lets it go."""
+
+    def _write(self, path: Path, tensor: int, data: memoryview, offset: int) -> None:
+        self._digests.add(path, tensor, offset, data)

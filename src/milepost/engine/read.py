@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from enum import Enum
 from math import prod
 from pathlib import Path
 
@@ -78,12 +79,25 @@ def header_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return (*tensor.shape[:-1], tensor.shape[-1] * row.elements_per_torch)
 
 
+class ReadMode(Enum):
+    """Who reads bytes that several ranks need."""
+
+    DIRECT = "direct"
+    """Every rank reads what it needs, and nothing passes between ranks."""
+    SHARED = "shared"
+    """One rank reads them and sends them to the others: for file systems that many nodes read at
+    once. Small tensors are still read by each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """`threads` per process; `on_bytes(n)` is called as bytes arrive, from any thread."""
+    """`threads` per process; `on_bytes(n)` is called, from any thread, as this process has read
+    `n` bytes of files, with all of each page that it touched through a map. `mode` is of use to
+    loads by several ranks."""
 
     threads: int = field(default_factory=lambda: env_int("MILEPOST_IO_THREADS"))
     on_bytes: Callable[[int], None] | None = None
+    mode: ReadMode = ReadMode.DIRECT
 
 
 def read_tensor(stored: StoredTensor, spans: Sequence[Span] | None = None) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """Reading the part of a stored tensor that a rank holds, straight into its local tensor.
 
-Whole rows are read as they lie. Where inner dims are cut, each run of columns is read by itself
-when it is long enough for that, and copied out of a small window of the mapped file when it is
-short: a page is then the least that the kernel reads, and nothing is read twice.
+Whole rows are read as they lie. Where inner dims are cut, runs of columns are copied out of a small
+window of the mapped file, which is many times faster than a call for each of them. A run between
+two pages touches both, so runs of a few pages and less are read by themselves, one call each, as
+long as a call is worth it; the shortest come out of windows again, whose pages are then read for
+little. Ranks that would read the same pages so can share them (`milepost.engine.read_shared`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from milepost.engine.source import Scratch, memory_of
 from milepost.geometry.blocks import Span
 from milepost.geometry.placement import IndexSet, boxes_of, local_shape, whole
 
-SHORT_RUN_NBYTES = 4096
+SHORTEST_RUN_NBYTES = 1024  # below it, a window
+SHORTEST_WINDOWED_NBYTES = 2 * mmap.PAGESIZE  # from it on, a window: at most half more is touched
 WINDOW_NBYTES = 16 * 1024 * 1024
 
 
@@ -128,10 +131,24 @@ def _columns_task(
         raw = torch.frombuffer(window, dtype=torch.uint8, offset=begin - aligned, count=nbytes)
         block = raw.view(dtype).view(rows[1] - rows[0], *shape[1:])
         target.copy_(block[(slice(None), *(slice(*span) for span in inner))])
-        report_bytes(options, target.numel() * dtype.itemsize)
+        if options.on_bytes is not None:
+            starts = _run_starts(shape, rows, inner, dtype.itemsize)
+            options.on_bytes(_touched_nbytes(stored.start, starts, run_nbytes))
 
     is_aligned = stored.start % dtype.itemsize == 0
-    return by_window if run_nbytes < SHORT_RUN_NBYTES and is_aligned else by_runs
+    by_itself = SHORTEST_RUN_NBYTES <= run_nbytes < SHORTEST_WINDOWED_NBYTES
+    return by_window if is_aligned and not by_itself else by_runs
+
+
+def _touched_nbytes(base: int, starts: Iterator[int], nbytes: int) -> int:
+    """Bytes of all pages on which the runs of `nbytes` at `base + starts`, ascending, lie."""
+    last = -1
+    pages = 0
+    for start in starts:
+        first = max(last + 1, (base + start) // mmap.PAGESIZE)
+        last = (base + start + nbytes - 1) // mmap.PAGESIZE
+        pages += last + 1 - first
+    return pages * mmap.PAGESIZE
 
 
 def _run_length(shape: Sequence[int], inner: Sequence[Span]) -> int:

@@ -2,12 +2,11 @@
 
 All traffic is small values under keys of one conversation. Every wait has a limit, counted as time
 without a sign of life, and names who is missing. One rank that fails makes all of them fail, with
-one message. Values are at most 4 MiB; longer ones are cut.
+one error: the outcome is a single key, set once. Values are at most 4 MiB; longer ones are cut.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +14,15 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
-from milepost.errors import CheckpointError, RankError, RankTimeoutError
+from milepost.engine.verdicts import pack_error, shared_error, unpack_error
+from milepost.errors import CheckpointError, RankError, RankTimeoutError, SaveOutcomeUnknownError
 
 MAX_VALUE_NBYTES = 4 * 2**20
 HEARTBEAT_S = 2.0
 DEFAULT_LIMIT_S = 600.0
 _SHORTEST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.5
+_COMMIT = b"commit"
 
 
 class KeyValueStore(Protocol):
@@ -55,7 +56,11 @@ class Rendezvous:
         limit_s: float = DEFAULT_LIMIT_S,
     ) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
+        self._first = store
         self.topic, self.limit_s = topic, limit_s
+        self.knows_outcome = True
+        """False once the store is gone, or the coordinator fell silent after `claim`: what it was
+        about to make visible may be there or not."""
         self._own_keys: list[str] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,7 +70,10 @@ class Rendezvous:
         return self.rank == 0
 
     def __enter__(self) -> Rendezvous:
-        beat = _clone(self.store)
+        self._look(
+            self._outcome
+        )  # a store that is gone says so here; connecting would go on trying
+        beat = clone_store(self.store)
         self._thread = threading.Thread(
             target=self._beat, args=(beat,), name="milepost-heartbeat", daemon=True
         )
@@ -82,9 +90,16 @@ class Rendezvous:
         if self._thread is not None:
             self._thread.join()
 
+    def hand_over(self) -> None:
+        """Go on in another thread: through a connection of its own from here on.
+
+        The first one is kept: at rank 0 it may be all that keeps the server alive.
+        """
+        self._first, self.store = self.store, clone_store(self.store)
+
     def _beat(self, store: KeyValueStore) -> None:
         count = 0
-        while not self._stop.wait(HEARTBEAT_S):
+        while not self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4)):
             count += 1
             try:
                 store.set(f"{self.topic}/beat/{self.rank}", str(count).encode())
@@ -117,14 +132,41 @@ class Rendezvous:
     def settle(self, name: str, error: BaseException | None) -> None:
         """Return when every rank has come here without an error; collective.
 
-        A rank that brings one tells all who wait, anywhere in this conversation, and raises it;
-        the others raise a `RankError` with its message that names the rank that began.
+        A rank that brings one tells all who wait, anywhere in this conversation; all of them raise
+        it, of the same class and with the same message, which names the rank that began. Of several
+        errors at once, all raise the one that was told first.
         """
         if error is not None:
-            self._abort(_describe(error), self.rank, kind="failed")
-            raise error
+            self._raise_everywhere(error)
         self.gather(f"{name}/done", b"")
         self.broadcast(f"{name}/settled", b"" if self.is_coordinator else None)
+
+    def announce(self, name: str, error: BaseException | None) -> None:
+        """Return when the coordinator has come here without an error; nobody waits for others."""
+        if error is not None:
+            self._raise_everywhere(error)
+        self.broadcast(f"{name}/announced", b"" if self.is_coordinator else None)
+
+    def claim(self) -> None:
+        """The coordinator's, before it makes anything visible: nobody can call it off any more.
+
+        Raises what a rank called it off with, if one did.
+        """
+        try:
+            found = self.store.compare_set(self._outcome, "", _COMMIT.decode())
+        except (RuntimeError, OSError) as error:
+            raise self._store_gone(error) from error
+        if found != _COMMIT:
+            raise unpack_error(found)
+
+    @property
+    def _outcome(self) -> str:
+        return f"{self.topic}/outcome"
+
+    @property
+    def _failure(self) -> str:
+        """What the coordinator says when it fails after `claim`."""
+        return f"{self.topic}/failure"
 
     def _put(self, name: str, value: bytes) -> None:
         """Store a value, cut into pieces when it is long; the count comes last."""
@@ -136,7 +178,7 @@ class Rendezvous:
                 self._own_keys.append(f"{key}/{number}")
             self.store.set(key, str(len(pieces)).encode())
         except (RuntimeError, OSError) as error:
-            raise _store_gone(error) from error
+            raise self._store_gone(error) from error
         self._own_keys.append(key)
 
     def _get(self, name: str, rank: int) -> bytes:
@@ -146,7 +188,7 @@ class Rendezvous:
             count = int(self.store.get(key))
             return b"".join(self.store.get(f"{key}/{number}") for number in range(count))
         except (RuntimeError, OSError) as error:
-            raise _store_gone(error) from error
+            raise self._store_gone(error) from error
 
     def _wait(self, key: str, rank: int) -> None:
         """Wait for a key that `rank` sets, as long as that rank shows signs of life."""
@@ -156,54 +198,75 @@ class Rendezvous:
             # Later looks are rarer: thousands of ranks wait for one that writes for minutes.
             waited = time.monotonic() - start
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 20)))
-            self._raise_if_aborted()
+            self._raise_if_called_off()
             beat = self._look(f"{self.topic}/beat/{rank}")
             if beat != seen:
                 seen, last_sign = beat, time.monotonic()
             if time.monotonic() - last_sign > self.limit_s:
-                self._abort(
-                    f"rank {rank} has shown no sign of life for {self.limit_s:.0f} s while rank "
-                    f"{self.rank} waited for {key}; it died, hangs, or never made this call",
-                    rank,
-                    kind="missing",
-                )
-                self._raise_if_aborted()
+                self._raise_missing(key, rank)
 
-    def _abort(self, message: str, rank: int, *, kind: str) -> None:
-        """Tell everybody who waits that it is in vain; the first to say so is believed."""
-        verdict = json.dumps({"message": message, "rank": rank, "kind": kind})
-        with suppress(RuntimeError, OSError):  # the store is gone: the others will find that out
-            self.store.compare_set(f"{self.topic}/abort", "", verdict)
+    def _raise_missing(self, key: str, rank: int) -> None:
+        message = (
+            f"rank {rank} has shown no sign of life for {self.limit_s:.0f} s while rank "
+            f"{self.rank} waited for {key}; it died, hangs, or never made this call"
+        )
+        found = self._call_off(RankTimeoutError(message, rank=rank, failed=[rank]))
+        self._raise_if_called_off()
+        if found == _COMMIT:
+            self.knows_outcome = False
+            raise SaveOutcomeUnknownError(message)
 
-    def _raise_if_aborted(self) -> None:
-        raw = self._look(f"{self.topic}/abort")
-        if not raw:
-            return
-        verdict = json.loads(raw)
-        message, rank = verdict["message"], verdict["rank"]
-        if verdict["kind"] == "missing":
-            raise RankTimeoutError(message, rank=rank, failed=[rank])
-        raise RankError(f"rank {rank}: {message}", rank=rank, failed=[rank])
+    def _raise_everywhere(self, error: BaseException) -> None:
+        own = shared_error(error, self.rank)
+        found = self._call_off(own)
+        if found in (b"", _COMMIT, pack_error(own).encode()):
+            if own is error:
+                raise own
+            raise own from error
+        raise unpack_error(found) from error
+
+    def _call_off(self, error: CheckpointError) -> bytes:
+        """Tell everybody who waits that it is in vain; the outcome in force, empty if unknown."""
+        verdict = pack_error(error)
+        try:
+            found = self.store.compare_set(self._outcome, "", verdict)
+            if found == _COMMIT and self.is_coordinator:
+                self.store.set(self._failure, verdict.encode())
+        except (RuntimeError, OSError):  # the store is gone: the others will find that out
+            return b""
+        return bytes(found)
+
+    def _raise_if_called_off(self) -> None:
+        found = self._look(self._outcome)
+        if found == _COMMIT:
+            found = self._look(self._failure)
+        if found:
+            raise unpack_error(found)
 
     def _look(self, key: str) -> bytes:
         """The value of a key now, empty when it has none."""
         try:
             return self.store.get(key) if self.store.check([key]) else b""
         except (RuntimeError, OSError) as error:
-            raise _store_gone(error) from error
+            raise self._store_gone(error) from error
 
     def _is_set(self, key: str) -> bool:
         try:
             return self.store.check([key])
         except (RuntimeError, OSError) as error:
-            raise _store_gone(error) from error
+            raise self._store_gone(error) from error
 
     def forget(self) -> None:
         """Delete this rank's keys; called two conversations later, when all have read them."""
-        for key in [*self._own_keys, f"{self.topic}/beat/{self.rank}"]:
+        shared = [self._outcome, self._failure] if self.is_coordinator else []
+        for key in [*self._own_keys, f"{self.topic}/beat/{self.rank}", *shared]:
             with suppress(RuntimeError, OSError):
                 self.store.delete_key(key)
         self._own_keys.clear()
+
+    def _store_gone(self, error: BaseException) -> RankError:
+        self.knows_outcome = False
+        return store_gone(error)
 
 
 class Solo:
@@ -212,6 +275,7 @@ class Solo:
     rank = 0
     world_size = 1
     is_coordinator = True
+    knows_outcome = True
 
     def __enter__(self) -> Solo:
         return self
@@ -236,6 +300,14 @@ class Solo:
         if error is not None:
             raise error
 
+    announce = settle
+
+    def hand_over(self) -> None:
+        return None
+
+    def claim(self) -> None:
+        return None
+
 
 Conversation: TypeAlias = Rendezvous | Solo
 
@@ -251,7 +323,18 @@ def together(talk: Conversation, name: str) -> Iterator[None]:
     talk.settle(name, failure)
 
 
-def _clone(store: KeyValueStore) -> KeyValueStore:
+@contextmanager
+def led(talk: Conversation, name: str) -> Iterator[None]:
+    """Run a block in which only the coordinator acts; the others wait for it, as `announce`."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - where the coordinator's failure becomes everybody's
+        failure = error
+    talk.announce(name, failure)
+
+
+def clone_store(store: KeyValueStore) -> KeyValueStore:
     """A connection of its own: a blocking call in one thread holds the client's lock."""
     clone = getattr(store, "clone", None)
     if clone is None:
@@ -263,14 +346,11 @@ def _clone(store: KeyValueStore) -> KeyValueStore:
     return copy
 
 
-def _store_gone(error: BaseException) -> RankError:
+def store_gone(error: BaseException) -> RankError:
+    """The error for a store that does not answer any more."""
     return RankError(
-        f"the store that the ranks meet in is gone ({str(error).splitlines()[0][:200]}); rank 0 or "
-        "its agent died",
+        f"the store that the ranks meet in is gone ({str(error).partition(chr(10))[0][:200]}); "
+        "rank 0 or its agent died",
         rank=0,
         failed=[0],
     )
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

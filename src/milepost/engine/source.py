@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from milepost.geometry.blocks import blocks_of_range
+from milepost.geometry.blocks import Span, blocks_of_range
+from milepost.state.tensors import flat_bytes
 
 
 class ByteSource(Protocol):
@@ -64,14 +65,30 @@ class BytesSource:
         yield self._view[start:end]
 
 
+class RangeSource:
+    """The bytes `[start, end)` of another source."""
+
+    def __init__(self, source: ByteSource, start: int, end: int) -> None:
+        self.source, self.start, self.end = source, start, end
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    def pieces(self, start: int, end: int, scratch: Scratch) -> Iterator[memoryview]:
+        yield from self.source.pieces(self.start + start, self.start + end, scratch)
+
+
 class TensorSource:
     """A dense tensor of any strides and device.
 
     A contiguous CPU tensor is read where it lies. Any other is gathered box by box into the
-    thread's scratch memory, so no second copy of the whole tensor ever exists.
+    thread's scratch memory, so no second copy of the whole tensor ever exists. `name` is for
+    messages.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str = "") -> None:
+        self.name = name
         self.tensor = tensor.detach()
         # Conjugate and negative views hold other bytes than their values say; resolving copies.
         if self.tensor.is_conj() or self.tensor.is_neg():
@@ -96,12 +113,33 @@ class TensorSource:
 
     def _gathered(self, start: int, end: int, scratch: Scratch) -> Iterator[memoryview]:
         itemsize = self._itemsize
-        assert start % itemsize == 0 and end % itemsize == 0, "extents end at element borders"
         stage = scratch.tensor()
         limit = stage.numel() // itemsize
         shape = tuple(self.tensor.shape)
-        for box in blocks_of_range(shape, start // itemsize, end // itemsize, limit):
+        position = start // itemsize * itemsize  # a page may end within an element
+        for box in blocks_of_range(shape, start // itemsize, -(-end // itemsize), limit):
             block = self.tensor[tuple(slice(*span) for span in box)]
             nbytes = block.numel() * itemsize
             stage[:nbytes].view(self.tensor.dtype).view(block.shape).copy_(block)
-            yield memory_of(stage[:nbytes])
+            yield memory_of(stage[:nbytes])[max(0, start - position) : end - position]
+            position += nbytes
+
+
+def byte_box(tensor: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+    """The box `spans` of a tensor as uint8, its last dim counted in bytes; a view where it can be.
+
+    A tensor whose last dim is not dense in memory is copied, as far as the box needs.
+    """
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    itemsize = tensor.element_size()
+    outer = tuple(slice(*span) for span in spans[:-1])
+    first, last = spans[-1]
+    if itemsize == 1 or tensor.stride(-1) == 1:
+        return tensor.view(torch.uint8)[(*outer, slice(first, last))]
+    start = first // itemsize
+    dense = tensor[(*outer, slice(start, -(-last // itemsize)))].clone(
+        memory_format=torch.contiguous_format
+    )
+    shape = (*dense.shape[:-1], dense.shape[-1] * itemsize)
+    skipped = first - start * itemsize
+    return flat_bytes(dense).view(shape)[..., skipped : skipped + last - first]

@@ -27,9 +27,10 @@ from queue import Empty, SimpleQueue
 
 import xxhash
 
-from milepost._env import env_choice, env_int
-from milepost.engine.output import BufferedOutput, DirectOutput
+from milepost._env import env_choice, env_int, env_int_or_none
+from milepost.engine.output import HASH_PIECE_NBYTES, BufferedOutput, DirectOutput
 from milepost.engine.source import ByteSource, Scratch
+from milepost.errors import InvalidInputError
 from milepost.format.digests import Extent, cut_extents
 from milepost.storage import fileops
 from milepost.storage.space import require_space
@@ -55,10 +56,25 @@ class WriteMode(Enum):
     BUFFERED = "buffered"
 
 
+class InnerDim(Enum):
+    """How shards that cut a row become whole rows in the file."""
+
+    EXCHANGE = "exchange"
+    """Ranks send each other columns, so that each writes whole rows."""
+    MAPPED = "mapped"
+    """Every rank copies its columns into the mapped file: no messages, on one host only."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
     """How bytes are written. `threads` per process; `on_bytes(n)` is called as bytes are written,
-    from any thread."""
+    from any thread.
+
+    With several ranks the values of rank 0 count for the last three. Tensors whose pieces have
+    fewer bytes than `aggregate_below` are joined by one writer for each 16 MiB of a file; by
+    default 16 KiB on one host, where small writes cost little, and 1 MiB on several. No page of
+    `stripe_nbytes`, a power of two up to 1 MiB, is written by two hosts.
+    """
 
     durability: Durability = Durability.DURABLE
     mode: WriteMode = field(
@@ -68,6 +84,20 @@ class WriteOptions:
     )
     threads: int = field(default_factory=lambda: env_int("MILEPOST_IO_THREADS"))
     on_bytes: Callable[[int], None] | None = None
+    inner_dim: InnerDim = field(
+        default_factory=lambda: InnerDim(env_choice("MILEPOST_INNER_DIM", ("exchange", "mapped")))
+    )
+    aggregate_below: int | None = field(
+        default_factory=lambda: env_int_or_none("MILEPOST_AGGREGATE_BELOW")
+    )
+    stripe_nbytes: int = field(default_factory=lambda: env_int("MILEPOST_STRIPE_NBYTES"))
+
+    def __post_init__(self) -> None:
+        stripe = self.stripe_nbytes
+        if not 4096 <= stripe <= 2**20 or stripe & (stripe - 1):
+            raise InvalidInputError(
+                f"stripe_nbytes={stripe}: expected a power of two from 4096 to 1048576"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +133,17 @@ class FileWrite:
     def extents(self) -> list[tuple[int, int]]:
         return [extent for p in self.pieces for extent in cut_extents([p.start, p.end])]
 
+    def views(self, start: int, end: int, scratch: Scratch) -> Iterator[memoryview]:
+        """Bytes `[start, end)` of the file, which the pieces cover."""
+        number = bisect_right(self.pieces, start, key=lambda piece: piece.start) - 1
+        while number < len(self.pieces) and self.pieces[number].start < end:
+            piece = self.pieces[number]
+            base = piece.start
+            yield from piece.source.pieces(
+                max(start, base) - base, min(end, piece.end) - base, scratch
+            )
+            number += 1
+
 
 def write_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
     """Create the files and fill them; the extents of each, with digests, in file order.
@@ -128,6 +169,27 @@ def create_files(writes: Sequence[FileWrite], options: WriteOptions) -> None:
 def fill_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
     """Write these pieces into files that exist, and make them durable; see `write_files`."""
     return _write_all(writes, options, os.O_RDWR)
+
+
+def digest_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
+    """The extents that `fill_files` would return, and nothing written."""
+    jobs = [(write, span) for write in writes for span in write.extents()]
+    found: list[Extent | None] = [None] * len(jobs)
+
+    def digest(worker: _Worker, *, number: int) -> None:
+        write, (start, end) = jobs[number]
+        hasher = xxhash.xxh3_128()
+        for view in write.views(start, end, worker.scratch):
+            for begin in range(0, view.nbytes, HASH_PIECE_NBYTES):
+                hasher.update(view[begin : begin + HASH_PIECE_NBYTES])
+        found[number] = Extent(digest=hasher.digest(), start=start, nbytes=end - start)
+
+    _run_tasks([partial(digest, number=number) for number in range(len(jobs))], options)
+    extents: dict[int, list[Extent]] = {id(write): [] for write in writes}
+    for (write, _), extent in zip(jobs, found, strict=True):
+        assert extent is not None, "an extent was never hashed"
+        extents[id(write)].append(extent)
+    return [extents[id(write)] for write in writes]
 
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -168,7 +230,6 @@ class _OpenFile:
         self.write = write
         self.options = options
         self.ranges = write.extents()
-        self._starts = [piece.start for piece in write.pieces]
         self.digests: list[bytes | None] = [None] * len(self.ranges)
         self.direct = -1
         self.buffered = fileops.open_file(write.path, flags)
@@ -218,7 +279,7 @@ class _OpenFile:
         out.begin(self.ranges[first][0], self.ranges[last - 1][1])
         for number in range(first, last):
             hasher = xxhash.xxh3_128()
-            for view in self._views(*self.ranges[number], worker.scratch):
+            for view in self.write.views(*self.ranges[number], worker.scratch):
                 out.put(view, hasher)
             self.digests[number] = hasher.digest()
         out.finish()
@@ -227,16 +288,6 @@ class _OpenFile:
             is_last = self._left == 0
         if is_last:
             self._sync()
-
-    def _views(self, start: int, end: int, scratch: Scratch) -> Iterator[memoryview]:
-        number = bisect_right(self._starts, start) - 1
-        while number < len(self._starts) and self._starts[number] < end:
-            piece = self.write.pieces[number]
-            base = piece.start
-            yield from piece.source.pieces(
-                max(start, base) - base, min(end, piece.end) - base, scratch
-            )
-            number += 1
 
     def _sync(self) -> None:
         if self.is_durable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,15 @@ def write_at(descriptor: int, data: Buffer, offset: int) -> None:
             raise OSError(errno.EIO, "a write made no progress", _name(descriptor))
         view = view[count:]
         offset += count
+
+
+def map_file(descriptor: int, offset: int, nbytes: int) -> mmap.mmap:
+    """Bytes of a file, from a multiple of the page size on, as memory that is written through."""
+    return _run("map", _name(descriptor), _mmap, descriptor, offset, nbytes)
+
+
+def _mmap(descriptor: int, offset: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(descriptor, nbytes, offset=offset)
 
 
 def truncate_file(descriptor: int, nbytes: int) -> None:

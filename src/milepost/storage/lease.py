@@ -29,7 +29,7 @@ STALE_AFTER_S = 24 * 3600.0
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _held: dict[str, RunLease] = {}
-_guard = threading.RLock()
+_guard = threading.Lock()
 
 
 def _boot_id() -> str:
@@ -109,18 +109,19 @@ class RunLease:
         self.run = Path(os.path.abspath(run))  # the process may change its directory meanwhile
         self._descriptor = -1
         self._depth = 0
+        self._turn = threading.RLock()  # of its own: another file system may hang
 
     @classmethod
     def of(cls, run: Path) -> RunLease:
         """The lease object of this process for `run`."""
+        key = os.path.realpath(run)
         with _guard:
-            key = os.path.realpath(run)
             if key not in _held:
                 _held[key] = cls(run)
             return _held[key]
 
     def __enter__(self) -> RunLease:
-        with _guard:
+        with self._turn:
             if self._depth == 0:
                 self._acquire()
             self._depth += 1
@@ -132,7 +133,7 @@ class RunLease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with _guard:
+        with self._turn:
             self._depth -= 1
             if self._depth == 0:
                 self._release()

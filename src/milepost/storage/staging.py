@@ -45,6 +45,7 @@ class StagingDirectory:
         self._owns = owns
         self._lease = RunLease.of(self.run)
         self._stays = False  # what lies at `path` may be the only copy of something
+        self._undo: Callable[[], object] | None = None  # once it is published and can be withdrawn
 
     def __enter__(self) -> StagingDirectory:
         self._lease.__enter__()
@@ -92,7 +93,8 @@ class StagingDirectory:
         except OSError as error:
             if not self._renamed_after_all(error):
                 raise
-        self._sync_or_undo(lambda: fileops.rename_no_replace(self.target, self.path))
+        self._undo = lambda: fileops.rename_no_replace(self.target, self.path)
+        self._sync_or_undo(self._undo)
 
     def commit_replacing(self) -> None:
         """Publish in place of the directory that has the name now, which is removed afterwards."""
@@ -100,11 +102,22 @@ class StagingDirectory:
         fileops.sync_directory(self.run)
         if fileops.exchange(self.path, self.target):
             # Leaving the staging directory removes what lies there: the old content.
-            self._sync_or_undo(lambda: fileops.exchange(self.path, self.target))
+            self._undo = lambda: fileops.exchange(self.path, self.target)
+            self._sync_or_undo(self._undo)
             return
         commit_names(
             self.run, removes=(self.target.name,), renames=((self.path.name, self.target.name),)
         )
+
+    def withdraw(self) -> None:
+        """Take back what was published, as long as this context lasts; nothing when nothing was.
+
+        A directory that was replaced through an intent record is gone, and the new one stays.
+        """
+        if self._undo is not None:
+            self._undo()
+            fileops.sync_directory(self.run)
+            self._undo = None
 
     def _sync_or_undo(self, undo: Callable[[], object]) -> None:
         """Make the new name durable, or take it back: a save that raises has published nothing.
