@@ -47,12 +47,12 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.case("V33")
-@pytest.mark.parametrize("named", [False, True], ids=["by members", "by name"])
-def test_moments_follow_names_when_order_and_groups_are_others(named: bool) -> None:
+@pytest.mark.parametrize("named", ["", "name", "group_name"])
+def test_moments_follow_names_when_order_and_groups_are_others(named: str) -> None:
     source = net()
     groups = two_groups(source)
     if named:
-        groups[0]["name"], groups[1]["name"] = "decay", "no_decay"
+        groups[0][named], groups[1][named] = "decay", "no_decay"
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     step(optimizer)
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.5, 0.25
@@ -64,7 +64,7 @@ def test_moments_follow_names_when_order_and_groups_are_others(named: bool) -> N
     target.register_parameter("fresh", fresh)
     live.insert(1, {"params": [fresh], "weight_decay": 0.7})
     if named:
-        live[0]["name"], live[1]["name"], live[2]["name"] = "no_decay", "new", "decay"
+        live[0][named], live[1][named], live[2][named] = "no_decay", "new", "decay"
     other = torch.optim.AdamW(live, lr=1e-1)
     report = restore(capture(source, optimizer), target, other, missing=Missing.KEEP)
 

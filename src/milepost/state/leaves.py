@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from milepost.errors import InvalidInputError
+from milepost.state.declared import mark_declared
 from milepost.state.names import (
     FQN,
     Model,
@@ -56,11 +57,12 @@ class Leaves:
 
 
 def collect_leaves(model: Model) -> Leaves:
-    """The leaves of `model`, whose FSDP2 modules are resharded first.
+    """The leaves of `model`, whose FSDP2 modules are resharded first; declared slices are marked.
 
     Two leaves of one name are refused, naming both; so are sharded FSDP1 modules.
     """
     _reshard(model)
+    mark_declared(model)
     leaves = Leaves()
     for runtime, part in roots(model):
         _collect(unwrapped(Place("", runtime, part)), leaves)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from milepost.errors import DtypeMismatchError, KeyMismatchError, ShapeMismatchError
@@ -30,6 +30,28 @@ class DtypeDifference:
     name: str
     stored: str
     live: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartDifferences:
+    """What differs where live tensors lie on disk in parts or under other names, told in those.
+
+    `missing` are names of parts of live tensors that have others; `spelled` gives the names on disk
+    of a live one. `incomplete` are live names of which not everything is stored as it should be.
+    `hint` is said with names that do not fit.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    shapes: Sequence[ShapeDifference] = ()
+    dtypes: Sequence[DtypeDifference] = ()
+    spelled: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    incomplete: frozenset[str] = frozenset()
+    hint: str | None = None
+
+    def spell(self, names: Iterable[str]) -> list[str]:
+        """Live names as they would be on disk."""
+        return [found for name in names for found in self.spelled.get(name, [name])]
 
 
 def first_few(names: Sequence[str]) -> str:

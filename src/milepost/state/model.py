@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from milepost.errors import InvalidInputError
+from milepost.state.declared import detached
 from milepost.state.leaves import Leaves, collect_leaves
 from milepost.state.names import FQN, Model
 from milepost.state.tensors import refuse_unstorable
@@ -22,13 +23,15 @@ class ModelState:
     `leaves` holds each tensor once, detached and by reference, in module order; DTensors stay
     DTensors and views stay views. `ties` maps each further name of a leaf to the name it has in
     `leaves`. `extra` holds what is no weight: module extra state and values in the state dict.
-    `names` gives the name of a live parameter or buffer by `id`, for optimizers.
+    `names` gives the name of a live parameter or buffer by `id`, for optimizers. `frozen` are the
+    leaves that are parameters and not trained, under any of their names.
     """
 
     leaves: dict[FQN, Tensor]
     ties: dict[FQN, FQN]
     extra: dict[FQN, Any]
     names: dict[int, FQN]
+    frozen: frozenset[FQN] = frozenset()
 
 
 def capture_model(model: Model) -> ModelState:
@@ -41,13 +44,32 @@ def capture_model(model: Model) -> ModelState:
     _refuse_meta(leaves)
     for name, tensor in leaves.tensors.items():
         refuse_unstorable(tensor, key=name)
+    return _state_of(model, leaves)
+
+
+def model_state(model: Model) -> ModelState:
+    """The same for a look at how `model` is held; its tensors may be on meta."""
+    return _state_of(model, collect_leaves(model))
+
+
+def _state_of(model: Model, leaves: Leaves) -> ModelState:
     ties = find_ties(model, leaves.tensors)
     return ModelState(
-        leaves={name: t.detach() for name, t in leaves.tensors.items() if name not in ties},
+        leaves={name: detached(t) for name, t in leaves.tensors.items() if name not in ties},
         ties=ties,
         extra=leaves.extra,
         names=_names_by_id(leaves, ties),
+        frozen=_frozen_names(leaves, ties),
     )
+
+
+def _frozen_names(leaves: Leaves, ties: Mapping[FQN, FQN]) -> frozenset[FQN]:
+    frozen: set[FQN] = set()
+    trained: set[FQN] = set()
+    for name, tensor in leaves.tensors.items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        (frozen if is_frozen else trained).add(ties.get(name, name))
+    return frozenset(frozen - trained)
 
 
 def parameter_names(models: Mapping[str, Model], *, primary: str | None = None) -> dict[int, FQN]:

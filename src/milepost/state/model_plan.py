@@ -9,18 +9,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from milepost.errors import InvalidInputError, MismatchError
+from milepost.errors import MismatchError
+from milepost.state.declared import detached
 from milepost.state.leaves import Leaves, asks_its_own_way, collect_leaves, is_torch_hook
+from milepost.state.materialise import Materialisation, plan_materialisation
 from milepost.state.mismatch import (
     KEYS_REMEDY,
     DtypeDifference,
+    PartDifferences,
     ShapeDifference,
     first_few,
     raise_dtypes,
     raise_keys,
     raise_shapes,
 )
-from milepost.state.names import FQN, Model, places, roots
+from milepost.state.names import FQN, Model, places
 from milepost.state.policies import DtypePolicy, Missing, ShapePolicy, Unexpected
 from milepost.state.tensors import same_bits, stored_dtype, stored_shape
 from milepost.state.ties import tied_groups
@@ -33,7 +36,8 @@ class ModelReport:
     """What a restore did; every list is empty when nothing of the kind happened.
 
     `filled` counts live tensors. `untied` pairs a live name with the stored name it shares with
-    another live tensor that is separate now.
+    another live tensor that is separate now. `rebuilt` names buffers that no checkpoint holds and
+    that the model's own init computed anew.
     """
 
     filled: int
@@ -42,6 +46,7 @@ class ModelReport:
     cast: tuple[DtypeDifference, ...]
     skipped: tuple[ShapeDifference, ...]
     untied: tuple[tuple[FQN, FQN], ...]
+    rebuilt: tuple[FQN, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,8 @@ class RestorePlan:
 
     `targets` maps a stored name to the live tensors that take its values, in place. `must_equal`
     pairs stored names whose bytes must agree, since the live model ties them; only the first is
-    in `targets`. After the targets are filled, `finish` gives back what is no weight.
+    in `targets`. `materialise` comes first: until then targets on the meta device have no memory.
+    After the targets are filled, `finish` gives back what is no weight.
     """
 
     model: Model
@@ -58,7 +64,16 @@ class RestorePlan:
     targets: dict[FQN, list[Tensor]]
     must_equal: tuple[tuple[FQN, FQN], ...]
     report: ModelReport
+    memory: Materialisation
+    live_names: dict[FQN, list[FQN]]
     extra: dict[FQN, Any] = field(default_factory=dict)
+
+    def materialise(self) -> None:
+        """Give what is on the meta device memory, and buffers in no checkpoint their values."""
+        self.memory.run()
+        if self.memory.tensors:
+            for source, names in self.live_names.items():
+                self.targets[source] = [detached(self.leaves.tensors[name]) for name in names]
 
     def check_ties(self, equal: Callable[[FQN, FQN], bool]) -> None:
         """Refuse when `equal` says no to a pair of stored names that the live model ties."""
@@ -72,6 +87,7 @@ class RestorePlan:
 
     def fill(self, tensors: Mapping[FQN, Tensor]) -> None:
         """Copy whole tensors into the targets; for a single process, where no tensor is cut."""
+        self.materialise()
         with torch.no_grad():
             for name, live in self.targets.items():
                 value = tensors[name]
@@ -112,13 +128,19 @@ def plan_restore_model(
     unexpected: Unexpected = Unexpected.ERROR,
     dtype: DtypePolicy = DtypePolicy.ERROR,
     shape: ShapePolicy = ShapePolicy.ERROR,
+    device: torch.device | str | None = None,
+    parts: PartDifferences | None = None,
 ) -> RestorePlan:
     """Check that `stored` fits `model`, and say what goes where; `ties` is alias to stored name.
 
     Names, shapes and dtypes are compared under the policies; each kind of difference is raised
-    once, with all of its names. The model is not touched. Meta tensors are refused.
+    once, with all of its names. `parts` are differences that were found before, in tensors that
+    lie on disk in parts: `stored` has these whole. The model is not touched. Tensors on the meta
+    device will get memory on `device` (see `plan_materialisation`), and are refused when nothing
+    gives them values.
     """
-    planner = _Planner(collect_leaves(model), stored, ties, extra or {})
+    parts = parts or PartDifferences()
+    planner = _Planner(collect_leaves(model), stored, ties, extra or {}, parts)
     planner.match_names()
     lacking, surplus = planner.missing(), planner.unexpected()
     if (lacking and missing is Missing.ERROR) or (surplus and unexpected is Unexpected.ERROR):
@@ -126,11 +148,10 @@ def plan_restore_model(
             "the model",
             missing=lacking,
             unexpected=surplus,
-            remedy="rename the modules, or " + KEYS_REMEDY,
+            remedy="; ".join(filter(None, [parts.hint, "rename the modules, or " + KEYS_REMEDY])),
         )
     planner.compare(dtype, shape)
-    planner.refuse_meta(model)
-    return planner.plan(model, lacking, surplus)
+    return planner.plan(model, lacking, surplus, device)
 
 
 def restore_model(
@@ -170,12 +191,14 @@ class _Planner:
         stored: Mapping[FQN, StoredInfo],
         ties: Mapping[FQN, FQN],
         extra: Mapping[FQN, Any],
+        parts: PartDifferences,
     ) -> None:
         self.leaves, self.stored, self.ties, self.extra = leaves, stored, ties, extra
+        self.parts = parts
         self.source: dict[FQN, FQN] = {}  # live name to stored name
         self.covered: set[FQN] = set()  # live names filled through the name they are tied to
         self.must_equal: list[tuple[FQN, FQN]] = []
-        self.shapes: list[ShapeDifference] = []
+        self.shapes: list[ShapeDifference] = []  # of whole tensors, by live name
         self.dtypes: list[DtypeDifference] = []
 
     def match_names(self) -> None:
@@ -199,26 +222,29 @@ class _Planner:
 
     def missing(self) -> list[FQN]:
         found = self.covered | self.source.keys()
-        tensors = [name for name in self.leaves.tensors if name not in found]
-        return tensors + [name for name in self.leaves.extra if name not in self.extra]
+        tensors = self.parts.spell(name for name in self.leaves.tensors if name not in found)
+        extra = [name for name in self.leaves.extra if name not in self.extra]
+        return [*tensors, *self.parts.missing, *extra]
 
     def unexpected(self) -> list[FQN]:
         wanted = set(self.source.values()) | set(self.leaves.tensors)
         tensors = [name for name in (*self.stored, *self.ties) if name not in wanted]
-        return tensors + [name for name in self.extra if name not in self.leaves.extra]
+        extra = [name for name in self.extra if name not in self.leaves.extra]
+        return [*tensors, *self.parts.unexpected, *extra]
 
     def compare(self, dtype_policy: DtypePolicy, shape_policy: ShapePolicy) -> None:
         self._find_differences()
-        if self.shapes and shape_policy is ShapePolicy.ERROR:
+        shapes, dtypes = [*self.shapes, *self.parts.shapes], [*self.dtypes, *self.parts.dtypes]
+        if shapes and shape_policy is ShapePolicy.ERROR:
             raise_shapes(
                 "the model",
-                self.shapes,
+                shapes,
                 remedy="build the model with the saved sizes, or load with shape=ShapePolicy.SKIP",
             )
-        if self.dtypes and dtype_policy is DtypePolicy.ERROR:
+        if dtypes and dtype_policy is DtypePolicy.ERROR:
             raise_dtypes(
                 "the model",
-                self.dtypes,
+                dtypes,
                 remedy="build the model in the saved dtype, or load with dtype=DtypePolicy.CAST",
             )
 
@@ -235,38 +261,34 @@ class _Planner:
                     DtypeDifference(name=name, stored=dtype, live=stored_dtype(live))
                 )
 
-    def refuse_meta(self, model: Model) -> None:
-        """Refuse tensors without memory, and buffers that no checkpoint holds among them: nothing
-        that a load could do would give these their values."""
-        meta = [n for n, t in self.leaves.tensors.items() if t.device.type == "meta"]
-        meta += [
-            name
-            for prefix, root in roots(model)
-            for name, buffer in root.named_buffers(prefix=prefix.rstrip("."))
-            if buffer.device.type == "meta" and name not in meta
-        ]
-        if meta:
-            raise InvalidInputError(
-                f"{len(meta)} tensors of the model are on the meta device: {first_few(meta)}; give "
-                "them memory before loading, and let the model's own init compute the buffers "
-                "that are not part of a checkpoint (rotary frequencies and the like)"
-            )
-
-    def plan(self, model: Model, lacking: Sequence[FQN], surplus: Sequence[FQN]) -> RestorePlan:
+    def plan(
+        self,
+        model: Model,
+        lacking: Sequence[FQN],
+        surplus: Sequence[FQN],
+        device: torch.device | str | None,
+    ) -> RestorePlan:
         skipped = {difference.name for difference in self.shapes}
+        whole = self._filled(skipped | self.parts.incomplete)
+        memory = plan_materialisation(model, whole, device=device)
         for name in self.leaves.indirect & set(self.source) - skipped:
             self.leaves.tensors[name] = torch.empty_like(self.leaves.tensors[name])
-        targets: dict[FQN, list[Tensor]] = {}
+        live_names: dict[FQN, list[FQN]] = {}
         for name, source in self.source.items():
             if name not in self.covered and name not in skipped:
-                targets.setdefault(source, []).append(self.leaves.tensors[name].detach())
+                live_names.setdefault(source, []).append(name)
+        targets = {
+            source: [detached(self.leaves.tensors[name]) for name in names]
+            for source, names in live_names.items()
+        }
         report = ModelReport(
             filled=sum(len(live) for live in targets.values()),
             missing=tuple(lacking),
             unexpected=tuple(surplus),
-            cast=tuple(self.dtypes),
-            skipped=tuple(self.shapes),
+            cast=(*self.dtypes, *self.parts.dtypes),
+            skipped=(*self.shapes, *self.parts.shapes),
             untied=self._untied(targets),
+            rebuilt=memory.rebuilt,
         )
         return RestorePlan(
             model=model,
@@ -274,8 +296,14 @@ class _Planner:
             targets=targets,
             must_equal=tuple(pair for pair in self.must_equal if pair[0] in targets),
             report=report,
+            memory=memory,
+            live_names=live_names,
             extra={name: v for name, v in self.extra.items() if name in self.leaves.extra},
         )
+
+    def _filled(self, skipped: set[FQN]) -> set[int]:
+        """The `id` of every live tensor that gets its values from the checkpoint."""
+        return {id(self.leaves.tensors[name]) for name in self.source if name not in skipped}
 
     def _untied(self, targets: Mapping[FQN, list[Tensor]]) -> tuple[tuple[FQN, FQN], ...]:
         return tuple(

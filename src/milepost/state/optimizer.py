@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from milepost.errors import InvalidInputError, UnencodableError
+from milepost.state.declared import declaration, inherit
 from milepost.state.mismatch import first_few
 from milepost.state.names import FQN
+from milepost.state.optimizer_parts import is_cut, take_apart
 from milepost.state.optimizer_record import (
+    Form,
     Group,
     OptimizerRecord,
     Plain,
@@ -28,7 +31,8 @@ from milepost.state.optimizer_record import (
     SlotValues,
     tensor_name,
 )
-from milepost.state.tensors import refuse_unstorable
+from milepost.state.tensors import is_dtensor, local_of, refuse_unstorable
+from milepost.state.wrappers import is_wrapper
 
 NOT_HYPER = ("params", "param_names", "name")
 
@@ -53,12 +57,24 @@ SCALAR_DTYPES = frozenset(
 class OptimizerState:
     """What a save needs of an optimizer.
 
-    `tensors` maps `tensor_name(fqn, slot)` to the state tensor, by reference; `record` is all the
-    rest, whose nested containers are references too.
+    `tensors` maps `tensor_name(fqn, slot)`, or the names of a quantised tensor's parts, to what is
+    stored, by reference; `record` is all the rest, whose nested containers are references too.
+    `values` has the live object and its parameter for each state tensor; `unplaced` names those
+    that are plain beside a parameter that is cut, `empty` those of which this rank has no element.
     """
 
     record: OptimizerRecord
     tensors: dict[str, Tensor]
+    values: dict[str, Value]
+    unplaced: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+
+class Value(NamedTuple):
+    """A live state tensor and the parameter that it belongs to."""
+
+    tensor: Tensor
+    param: Tensor
 
 
 class Member(NamedTuple):
@@ -178,8 +194,12 @@ def capture_optimizer(
             odd_shaped=tuple(capture.odd_shaped),
             offloaded=tuple(capture.offloaded),
             shared=capture.shared,
+            wrapped=capture.wrapped,
         ),
         tensors=capture.tensors,
+        values=capture.values,
+        unplaced=tuple(capture.unplaced),
+        empty=tuple(capture.empty),
     )
 
 
@@ -198,8 +218,8 @@ def _groups(optimizer: Optimizer, members: Mapping[FQN, Member]) -> tuple[Group,
 
 
 def group_name(group: Mapping[str, Any]) -> str | None:
-    """The `name` that the user gave to a live group, if it is text."""
-    name = group.get("name")
+    """The `name`, or else `group_name`, that the user gave to a live group, if it is text."""
+    name = group.get("name", group.get("group_name"))
     return name if isinstance(name, str) else None
 
 
@@ -218,6 +238,10 @@ class _Capture:
 
     key: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+    wrapped: dict[str, Form] = field(default_factory=dict)
+    unplaced: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
     tensor_slots: set[str] = field(default_factory=set)
     odd_shaped: list[str] = field(default_factory=list)
     offloaded: list[str] = field(default_factory=list)
@@ -268,11 +292,23 @@ class _Capture:
         return slots
 
     def _take_tensor(self, name: str, slot: str, param: Tensor, value: Tensor) -> None:
-        refuse_unstorable(value, key=f"{self.key}: {name}")
-        self.tensors[name] = value.detach()
         self.tensor_slots.add(slot)
+        self.values[name] = Value(value, param)
+        key = f"{self.key}: {name}"
+        if is_wrapper(value):
+            self.wrapped[name], parts = take_apart(value, name, key=key)
+            self.tensors.update(parts)
+            is_placed = is_dtensor(value)
+        else:
+            refuse_unstorable(value, key=key)
+            held = self.tensors[name] = inherit(value, param)
+            is_placed = is_dtensor(value) or declaration(held) is not None
         if value.shape != param.shape:
             self.odd_shaped.append(name)
+        if not is_placed and is_cut(param):
+            self.unplaced.append(name)
+        elif value.numel() and not local_of(value).numel():
+            self.empty.append(name)
 
     def _read_scalars(self) -> None:
         """Values of all 0-d tensors, with one transfer for each dtype and device."""

@@ -8,8 +8,14 @@ from dataclasses import replace
 from milepost.errors import MismatchError
 from milepost.state.names import FQN
 from milepost.state.optimizer import most_common, same_value
-from milepost.state.optimizer_plan import values_by_parameter
-from milepost.state.optimizer_record import Group, OptimizerRecord, SlotValue, SlotValues
+from milepost.state.optimizer_record import (
+    Group,
+    OptimizerRecord,
+    SlotValue,
+    SlotValues,
+    split_tensor_name,
+    values_by_parameter,
+)
 
 Ranked = Sequence[tuple[int, OptimizerRecord]]
 
@@ -38,6 +44,8 @@ def merge_records(ranked: Ranked, *, key: str) -> OptimizerRecord:
         odd_shaped=_union(record.odd_shaped for _, record in ranked),
         offloaded=_union(record.offloaded for _, record in ranked),
         shared=first.shared,
+        wrapped={name: form for _, record in ranked for name, form in record.wrapped.items()},
+        per_rank=_union(record.per_rank for _, record in ranked),
     )
 
 
@@ -129,4 +137,16 @@ def without(record: OptimizerRecord, names: Collection[FQN]) -> OptimizerRecord:
         },
         stateless=kept(record.stateless),
         ungrouped=kept(record.ungrouped),
+        wrapped={
+            name: form
+            for name, form in record.wrapped.items()
+            if split_tensor_name(name)[0] not in gone
+        },
+        per_rank=tuple(n for n in record.per_rank if split_tensor_name(n)[0] not in gone),
     )
+
+
+def without_state(record: OptimizerRecord, names: Collection[FQN]) -> OptimizerRecord:
+    """The record as if some of its parameters had never had a state."""
+    found = without(record, names)
+    return replace(found, groups=record.groups, stateless=_union([record.stateless, tuple(names)]))

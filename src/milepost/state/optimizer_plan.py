@@ -16,18 +16,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from milepost.errors import DtypeMismatchError, FormatError
+from milepost.state.declared import declaration, inherit
 from milepost.state.mismatch import KEYS_REMEDY, ShapeDifference, raise_keys, raise_shapes
 from milepost.state.names import FQN
 from milepost.state.optimizer import Member, match_parameters, unwrap_optimizer
 from milepost.state.optimizer_groups import GroupMatch, check_class, match_groups
+from milepost.state.optimizer_own import NO_OWN_STATES, OwnStates, own_state
+from milepost.state.optimizer_parts import ReadWhole
 from milepost.state.optimizer_record import (
     OptimizerRecord,
     ScalarTensor,
     SlotValue,
     split_tensor_name,
     tensor_name,
+    values_by_parameter,
 )
-from milepost.state.policies import ClassPolicy, Missing, Unexpected
+from milepost.state.optimizer_wrapped import WrappedStates, names_of_parts, plan_wrapped
+from milepost.state.policies import BlockPolicy, ClassPolicy, Missing, Unexpected
 from milepost.state.tensors import allocate, is_dtensor, local_of, stored_shape, torch_dtype
 
 # How the update is computed, not what it computes: chosen by the live optimizer for its device.
@@ -50,6 +55,9 @@ class OptimizerReport:
     absent: tuple[FQN, ...]
     new_groups: tuple[str, ...]
     implementation: tuple[str, ...]
+    requantised: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
+    not_carried: tuple[FQN, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +71,8 @@ class OptimizerPlan:
     record: OptimizerRecord
     members: dict[FQN, Member]
     infos: dict[FQN, dict[str, tuple[str, tuple[int, ...]]]]
+    wrapped: WrappedStates
+    own: Mapping[str, Mapping[str, Any]]
     groups: GroupMatch
     report: OptimizerReport
     _targets: dict[str, Tensor] | None = field(default=None)
@@ -80,21 +90,28 @@ class OptimizerPlan:
                     name = tensor_name(fqn, slot)
                     param = self.members[fqn].param
                     live = self._live(param).get(slot)
-                    if isinstance(live, Tensor) and _fits(
-                        live, dtype, shape, param, odd=name in odd
-                    ):
-                        self._targets[name] = live.detach()
+                    held = inherit(live, param) if isinstance(live, Tensor) else None
+                    if held is not None and _fits(held, dtype, shape, param, odd=name in odd):
+                        self._targets[name] = held
                     elif name in odd:
                         device = torch.device("cpu") if name in offloaded else param.device
                         self._targets[name] = allocate(dtype, shape, device)
                     else:
                         self._targets[name] = _like(param, dtype, cpu=name in offloaded)
+            for name in self.wrapped.params:
+                fqn, slot = split_tensor_name(name)
+                live = self._live(self.members[fqn].param).get(slot)
+                self._targets.update(self.wrapped.targets(name, live))
         return self._targets
 
-    def apply(self) -> OptimizerReport:
-        """Put the filled targets, the values and the hyper-parameters into the optimizer."""
+    def apply(self, read: ReadWhole | None = None) -> OptimizerReport:
+        """Put the filled targets, the values and the hyper-parameters into the optimizer.
+
+        `read` gives a whole stored tensor, for states that are quantised anew.
+        """
         targets = self.targets()
         values = values_by_parameter(self.record)
+        special = self._special(read)
         stateful = set(self.record.stateful())
         for fqn in self.report.absent:
             self.optimizer.state.pop(self.members[fqn].param, None)
@@ -107,6 +124,7 @@ class OptimizerPlan:
                 target, old = targets[tensor_name(fqn, slot)], live.get(slot)
                 same = isinstance(old, Tensor) and _is_alias(old, target)
                 entry[slot] = old if same else target
+            entry.update(special.get(fqn, {}))
             for slot, value in values.get(fqn, {}).items():
                 if slot in entry:  # a tensor of its own, where others have a number
                     continue
@@ -115,6 +133,18 @@ class OptimizerPlan:
         self._apply_shared()
         self._apply_groups()
         return self.report
+
+    def _special(self, read: ReadWhole | None) -> dict[FQN, dict[str, Tensor]]:
+        """States that are not one stored tensor each: quantised ones, and those of each rank."""
+        found: dict[FQN, dict[str, Tensor]] = {}
+        for name in self.wrapped.params:
+            fqn, slot = split_tensor_name(name)
+            found.setdefault(fqn, {})[slot] = self.wrapped.result(name, read)
+        for name, entry in self.own.items():
+            fqn, slot = split_tensor_name(name)
+            param = self.members[fqn].param.detach()
+            found.setdefault(fqn, {})[slot] = own_state(entry, param, key=name)
+        return found
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy whole tensors into the targets; for a single process, where no tensor is cut."""
@@ -181,16 +211,27 @@ def plan_restore_optimizer(
     missing: Missing = Missing.ERROR,
     unexpected: Unexpected = Unexpected.ERROR,
     classes: ClassPolicy = ClassPolicy.ERROR,
+    blocks: BlockPolicy = BlockPolicy.ERROR,
+    own: OwnStates = NO_OWN_STATES,
 ) -> OptimizerPlan:
     """Check that a saved state fits `optimizer`; `infos` has dtype and shape of each tensor.
 
     Missing are trainable live parameters that the saved optimizer did not have, unexpected are
-    saved states without a live parameter. The optimizer is not touched.
+    saved states without a live parameter. `own` is what this rank has kept by itself. The
+    optimizer is not touched.
     """
     inner = unwrap_optimizer(optimizer)
     check_class(inner, record, key=key, classes=classes)
     members = match_parameters(inner, names, key=key)
+    record, lost = own.drop_lost(record, key=key, missing=missing)
     groups = match_groups(inner, members, record, key=key)
+    infos = {n: info for n, info in infos.items() if split_tensor_name(n)[0] not in lost}
+    wrapped = plan_wrapped(record, infos, members, key=key, blocks=blocks)
+    entries = {
+        name: entry
+        for name, entry in own.entries.items()
+        if split_tensor_name(name)[0] in members and split_tensor_name(name)[0] not in lost
+    }
     saved = {fqn for group in record.groups for fqn in group.params} | set(record.ungrouped)
     report = OptimizerReport(
         filled=sum(fqn in members for fqn in record.stateful()),
@@ -199,6 +240,9 @@ def plan_restore_optimizer(
         absent=tuple(fqn for fqn in record.stateless if fqn in members),
         new_groups=groups.new,
         implementation=_implementation(inner, groups),
+        requantised=wrapped.anew,
+        per_rank=tuple(entries),
+        not_carried=tuple(fqn for fqn in lost if fqn in members),
     )
     _check_names(report, key, missing, unexpected)
     return OptimizerPlan(
@@ -206,6 +250,8 @@ def plan_restore_optimizer(
         record=record,
         members=members,
         infos=_sort_infos(record, infos, members, key=key),
+        wrapped=wrapped,
+        own=entries,
         groups=groups,
         report=report,
     )
@@ -234,10 +280,13 @@ def _sort_infos(
 ) -> dict[FQN, dict[str, tuple[str, tuple[int, ...]]]]:
     """Stored tensors of live parameters by parameter and slot, their shapes and dtypes checked."""
     stateful, odd = set(record.stateful()), set(record.odd_shaped)
+    parts = names_of_parts(record)
     found: dict[FQN, dict[str, tuple[str, tuple[int, ...]]]] = {}
     shapes: list[ShapeDifference] = []
     for name, (dtype, shape) in infos.items():
         fqn, slot = split_tensor_name(name)
+        if name in parts:
+            continue
         if fqn not in stateful:
             raise FormatError(
                 f"{key}: the tensor {name} is stored, but no parameter {fqn} with state is recorded"
@@ -259,18 +308,6 @@ def _sort_infos(
     return found
 
 
-def values_by_parameter(record: OptimizerRecord) -> dict[FQN, dict[str, SlotValue]]:
-    """Each parameter's slots that are no tensors, with defaults spread out."""
-    found: dict[FQN, dict[str, SlotValue]] = {fqn: {} for fqn in record.stateful()}
-    for slot, values in record.slots.items():
-        absent = set(values.absent)
-        for fqn, entry in found.items():
-            value = values.exceptions.get(fqn, values.default)
-            if value is not None and fqn not in absent:
-                entry[slot] = value
-    return found
-
-
 def _implementation(optimizer: Optimizer, groups: GroupMatch) -> tuple[str, ...]:
     lines = []
     for index, saved in groups.source.items():
@@ -284,6 +321,7 @@ def _implementation(optimizer: Optimizer, groups: GroupMatch) -> tuple[str, ...]
 def _fits(live: Tensor, dtype: str, shape: tuple[int, ...], param: Tensor, *, odd: bool) -> bool:
     return (
         live.dtype is torch_dtype(dtype)
+        and live.device.type != "meta"
         and stored_shape(live) == shape
         and (odd or is_dtensor(live) == is_dtensor(param))
     )
@@ -298,9 +336,11 @@ def _is_alias(live: Tensor, target: Tensor) -> bool:
 
 def _like(param: Tensor, dtype: str, *, cpu: bool) -> Tensor:
     found = torch_dtype(dtype)
+    # The padding of a declared slice is in no checkpoint; its moments are zero.
+    like = torch.empty_like if declaration(param) is None else torch.zeros_like
     if cpu and not is_dtensor(param):
-        return torch.empty_like(param.detach(), dtype=found, device="cpu")
-    return torch.empty_like(param.detach(), dtype=found)
+        return inherit(like(param.detach(), dtype=found, device="cpu"), param)
+    return inherit(like(param.detach(), dtype=found), param)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -11,6 +11,9 @@ from milepost.state.names import FQN
 
 DEVICES = ("cpu", "param")
 
+Cut: TypeAlias = tuple[tuple[int, int, int], ...]
+"""How a tensor is cut: for each mesh axis that cuts, its length, the dim and the split factor."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarTensor:
@@ -54,14 +57,65 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What a state tensor is that is stored as its parts: a known class with its attributes.
+
+    `dtypes` are torch's words, by part. `runs` has the number of consecutive elements that an entry
+    of a part stands for, for parts that have such entries. With a `cut`, runs are counted in each
+    shard of that cut, and such parts have shape `[*grid, entries of the largest shard]`. `shape` is
+    that of the whole tensor where no part shows it.
+    """
+
+    class_name: str
+    attributes: dict[str, Any]
+    dtypes: dict[str, str]
+    runs: dict[str, int]
+    cut: Cut = ()
+    shape: tuple[int, ...] = ()
+
+    def to_tree(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {
+            "class": self.class_name,
+            "attributes": self.attributes,
+            "dtypes": self.dtypes,
+            "runs": self.runs,
+        }
+        if self.shape:
+            tree["shape"] = list(self.shape)
+        return tree | ({"cut": [list(axis) for axis in self.cut]} if self.cut else {})
+
+    @staticmethod
+    def from_tree(tree: object, *, where: str) -> Form:
+        top = _dict(tree, where)
+        return Form(
+            class_name=_typed(top.get("class"), str, f"{where}.class"),
+            attributes=_dict(top.get("attributes"), f"{where}.attributes"),
+            dtypes={
+                part: _typed(word, str, f"{where}.dtypes.{part}")
+                for part, word in _dict(top.get("dtypes"), f"{where}.dtypes").items()
+            },
+            runs={
+                part: _positive(run, f"{where}.runs.{part}")
+                for part, run in _dict(top.get("runs"), f"{where}.runs").items()
+            },
+            cut=_cut(top.get("cut", []), f"{where}.cut"),
+            shape=tuple(
+                _positive(n, f"{where}.shape")
+                for n in _typed(top.get("shape", []), list, f"{where}.shape")
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerRecord:
     """An optimizer without its tensors, which are named `tensor_name(fqn, slot)`.
 
     `stateless` lists parameters of groups that have no entry in `optimizer.state` at all,
     `ungrouped` those that have one and are in no group. `odd_shaped` lists tensors whose shape is
     not that of their parameter; `offloaded` lists tensors kept on the CPU while their parameter
-    is elsewhere. `shared` is state under keys that are no parameters. `class_name` is None when
-    the source did not record it.
+    is elsewhere. `shared` is state under keys that are no parameters. `wrapped` has the form of
+    each tensor that is stored as its parts, `part_name(name, part)`; `per_rank` lists those that
+    every rank keeps by itself. `class_name` is None when the source did not record it.
     """
 
     class_name: str | None
@@ -73,6 +127,8 @@ class OptimizerRecord:
     odd_shaped: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
+    wrapped: dict[str, Form] = field(default_factory=dict)
+    per_rank: tuple[str, ...] = ()
 
     def stateful(self) -> list[FQN]:
         """Parameters that have an entry in `optimizer.state`, groups first."""
@@ -82,7 +138,7 @@ class OptimizerRecord:
 
     def to_tree(self) -> dict[str, Any]:
         """A tree of dicts and lists; hyper-parameters and nested state stand in it as they are."""
-        return {
+        tree: dict[str, Any] = {
             "class": self.class_name,
             "defaults": self.defaults,
             "groups": [
@@ -95,6 +151,11 @@ class OptimizerRecord:
             "offloaded": list(self.offloaded),
             "shared": self.shared,
         }
+        if self.wrapped:
+            tree["forms"] = _forms_to_tree(self.wrapped)
+        if self.per_rank:
+            tree["per_rank"] = list(self.per_rank)
+        return tree
 
     @staticmethod
     def from_tree(tree: object, *, where: str) -> OptimizerRecord:
@@ -112,6 +173,8 @@ class OptimizerRecord:
             odd_shaped=_names(top.get("odd_shaped"), f"{where}.odd_shaped"),
             offloaded=_names(top.get("offloaded"), f"{where}.offloaded"),
             shared=_dict(top.get("shared"), f"{where}.shared"),
+            wrapped=_forms(top.get("forms", []), f"{where}.forms"),
+            per_rank=_names(top.get("per_rank", []), f"{where}.per_rank"),
         )
 
 
@@ -126,6 +189,15 @@ def tensor_name(fqn: FQN, slot: str) -> str:
     return f"{fqn}.{slot.replace('%', '%25').replace('.', '%2E')}"
 
 
+def part_name(name: str, part: str) -> str:
+    """Name of the stored tensor that is a part of the state tensor `name`.
+
+    >>> split_tensor_name(part_name("lm_head.weight.exp_avg", "codes"))
+    ('lm_head.weight', 'exp_avg.codes')
+    """
+    return f"{name}%2E{part}"
+
+
 def split_tensor_name(name: str) -> tuple[FQN, str]:
     """Parameter and slot of a stored tensor; the inverse of `tensor_name`.
 
@@ -134,6 +206,53 @@ def split_tensor_name(name: str) -> tuple[FQN, str]:
     """
     fqn, _, slot = name.rpartition(".")
     return fqn, slot.replace("%2E", ".").replace("%25", "%")
+
+
+def values_by_parameter(record: OptimizerRecord) -> dict[FQN, dict[str, SlotValue]]:
+    """Each parameter's slots that are no tensors, with defaults spread out."""
+    found: dict[FQN, dict[str, SlotValue]] = {fqn: {} for fqn in record.stateful()}
+    for slot, values in record.slots.items():
+        absent = set(values.absent)
+        for fqn, entry in found.items():
+            value = values.exceptions.get(fqn, values.default)
+            if value is not None and fqn not in absent:
+                entry[slot] = value
+    return found
+
+
+def _forms_to_tree(wrapped: Mapping[str, Form]) -> list[dict[str, Any]]:
+    """Each distinct form once, with the tensors that have it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, form in wrapped.items():
+        entry = found.setdefault(repr(form), form.to_tree() | {"tensors": []})
+        entry["tensors"].append(name)
+    return list(found.values())
+
+
+def _forms(tree: object, where: str) -> dict[str, Form]:
+    wrapped: dict[str, Form] = {}
+    for index, entry in enumerate(_typed(tree, list, where)):
+        form = Form.from_tree(entry, where=f"{where}[{index}]")
+        for name in _names(entry.get("tensors"), f"{where}[{index}].tensors"):
+            wrapped[name] = form
+    return wrapped
+
+
+def _cut(tree: object, where: str) -> Cut:
+    axes = []
+    for index, axis in enumerate(_typed(tree, list, where)):
+        numbers = _typed(axis, list, f"{where}[{index}]")
+        if len(numbers) != 3 or not all(type(n) is int and n >= 0 for n in numbers):
+            raise FormatError(f"{where}[{index}]: expected three numbers, found {numbers!r:.80}")
+        axes.append((numbers[0], numbers[1], numbers[2]))
+    return tuple(axes)
+
+
+def _positive(value: object, where: str) -> int:
+    number: int = _typed(value, int, where)
+    if number < 1:
+        raise FormatError(f"{where}: expected a number of elements, found {number}")
+    return number
 
 
 def _values_to_tree(values: SlotValues) -> dict[str, Any]:

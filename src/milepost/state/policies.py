@@ -38,3 +38,10 @@ class ClassPolicy(Enum):
 
     ERROR = "error"
     ALLOW = "allow"
+
+
+class BlockPolicy(Enum):
+    """Block-quantised optimizer state whose blocks the live cut divides."""
+
+    ERROR = "error"
+    REQUANTISE = "requantise"

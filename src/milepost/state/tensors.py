@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from milepost.errors import UnencodableError
 from milepost.format.dtypes import DTYPES, by_torch_name
+
+DECLARED_ATTRIBUTE = "_milepost_placement"
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -23,6 +26,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def declared_of(tensor: Tensor) -> Any:
+    """What `milepost.state.declared` wrote onto `tensor`; None for a tensor of no declaration."""
+    return getattr(tensor, DECLARED_ATTRIBUTE, None)
+
+
+def global_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the tensor that `tensor` is a shard or a declared slice of, else its own."""
+    declared = declared_of(tensor)
+    return tuple(tensor.shape) if declared is None else tuple(declared.global_shape)
+
+
 def stored_dtype(tensor: Tensor) -> str:
     """The safetensors word for the dtype of `tensor`, or torch's where there is none."""
     name = str(tensor.dtype).removeprefix("torch.")
@@ -32,7 +46,7 @@ def stored_dtype(tensor: Tensor) -> str:
 
 def stored_shape(tensor: Tensor) -> tuple[int, ...]:
     """Global shape as a header states it: the two elements in an F4 byte count as two."""
-    shape = tuple(tensor.shape)
+    shape = global_shape(tensor)
     known = by_torch_name(str(tensor.dtype).removeprefix("torch."))
     if known is None or known.elements_per_torch == 1 or not shape:
         return shape
