@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from milepost.hf.trainer_state import trainer_state
+from milepost.hf.trainer_state import BestCheckpoint, trainer_state
 
 
 def refuse(token: str) -> NoReturn:
@@ -25,9 +25,7 @@ def test_the_trainer_of_transformers_reads_the_file(tmp_path: Path) -> None:
         global_step=20,
         epoch=0.5,
         log_history=history,
-        best_metric=1.25,
-        best_global_step=20,
-        best_model_checkpoint="run/checkpoint-20",
+        best=BestCheckpoint(metric=1.25, step=20, path="run/checkpoint-20"),
         max_steps=40,
         num_train_epochs=1,
     )
@@ -35,6 +33,7 @@ def test_the_trainer_of_transformers_reads_the_file(tmp_path: Path) -> None:
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.global_step, state.epoch, state.max_steps) == (20, 0.5, 40)
     assert (state.best_metric, state.best_global_step) == (1.25, 20)
+    assert state.best_model_checkpoint == "run/checkpoint-20"
     assert state.log_history == history
     assert notes == []
 
@@ -53,7 +52,7 @@ def test_the_fields_and_defaults_are_those_of_the_installed_trainer(tmp_path: Pa
 def test_values_without_a_json_form_become_null_and_are_named() -> None:
     content, notes = trainer_state(
         global_step=3,
-        best_metric=float("inf"),
+        best=BestCheckpoint(metric=float("inf"), step=1, path="run/checkpoint-1"),
         log_history=[{"loss": float("nan")}, {"loss": 2.0, "grad": np.array([1.0, -np.inf])}],
     )
     document = json.loads(content, parse_constant=refuse)

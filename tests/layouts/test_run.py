@@ -212,7 +212,7 @@ def test_of_any_history_the_newest_is_current_and_has_the_highest_rank(
 
 
 def ordered(saved: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, bool]]:
-    from milepost.layouts.run import _in_order
+    from milepost.layouts.run import in_order
 
     found = [
         (
@@ -228,7 +228,7 @@ def ordered(saved: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, bool]
         )
         for generation, step, branch in saved
     ]
-    return [(e.manifest.generation, e.step, e.superseded) for e in _in_order(found)]
+    return [(e.manifest.generation, e.step, e.superseded) for e in in_order(found)]
 
 
 # Intent records and pins.

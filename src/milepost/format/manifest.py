@@ -50,14 +50,31 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[Natural, Natural] | None = None
 
 
+class ViewRule(msgspec.Struct, frozen=True, kw_only=True):
+    """Runtime tensors named like `runtime`, of `shape`, lie on disk as tensors named like `stored`.
+
+    `*` stands for numbers that are the same in both names, `#` for the index at the first fixed
+    dim, each from 0. `dims` has for each dim of the stored tensor (dim of the runtime tensor,
+    offset, step, length); `fixed` the indices at its other dims, without the one that `#` is.
+    """
+
+    runtime: str
+    shape: tuple[Natural, ...]
+    stored: str
+    dims: tuple[tuple[int, Natural, Natural, Natural], ...]
+    fixed: tuple[Natural, ...] = ()
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the checkpoint: `prefix` is its directory inside it (empty at the root), `stem`
-    the stem of its parts. `tied` maps a name that has no tensor to the one it shares."""
+    the stem of its parts. `tied` maps a name that has no tensor to the one it shares. `views` are
+    parameters that lie on disk under other names or in other shapes; optimizers keep theirs."""
 
     prefix: str
     stem: str
     huggingface: bool
     tied: dict[str, str] = {}
+    views: tuple[ViewRule, ...] = ()
 
 
 class StateEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,10 +86,13 @@ class StateEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """See `docs/spec/v1.md`. Times are UTC in RFC 3339; `phases` are seconds of the save.
+    """See `docs/spec/v1.md`. Times are UTC in RFC 3339; `phases` are seconds of the save,
+    `phase_nbytes` bytes that rank 0 moved in them.
 
     `generation` is raised when a run resumes from anything but its newest checkpoint, and
-    `branch_step` is the step it resumed from then.
+    `branch_step` is the step it resumed from then. `fingerprint` is read by
+    `OptimizerStateFingerprint.from_recorded`; `pp_stage_partition` has an entry for each model that
+    is a pipeline.
     """
 
     format: str = FORMAT
@@ -96,6 +116,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     linked: list[str] = []
     notes: list[str] = []
     phases: dict[str, float] = {}
+    phase_nbytes: dict[str, Natural] = {}
+    fingerprint: Any = None
+    pp_stage_partition: dict[str, list[list[Natural]]] = {}
     provenance: dict[str, Any] = {}
     exactness: dict[str, Any] = {}
 

@@ -56,7 +56,8 @@ def collect_model_files(
     dtype_names: Iterable[str],
     saved_names: Iterable[str] | None = None,
 ) -> AuxFiles:
-    """The files beside the weights of `model`, which may still be wrapped (DDP, FSDP, PEFT).
+    """The files beside the weights of `model`, which may still be wrapped (DDP, FSDP, PEFT), or a
+    list of modules that together are one.
 
     `ties` maps each tied name that was left out to the saved name of its tensor; `dtype_names` is
     the dtype of every saved tensor. With `saved_names`, tensors of the source directory that are
@@ -83,7 +84,8 @@ class _Saved:
 
 
 def _collect(model: Any, processing_class: Any | None, saved: _Saved) -> AuxFiles:
-    inner = unwrap(model)
+    # The stages of a pipeline are one model, and each holds its configuration.
+    inner = unwrap(model[0] if isinstance(model, list | tuple) else model)
     config = hf_config(inner)
     result = AuxFiles()
     if processing_class is not None:

@@ -137,6 +137,8 @@ def _edited(block: str, wanted: dict[str, Any], newline: str) -> str:
     if result == wanted and list(result) == list(wanted):
         return edited
     dumped: str = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6)
+    if yaml.safe_load(dumped) != wanted:  # line breaks of Unicode are not escaped in there
+        dumped = yaml.safe_dump(wanted, sort_keys=False, width=10**6)
     return dumped.replace("\n", newline)
 
 

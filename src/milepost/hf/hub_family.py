@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from milepost.errors import InvalidInputError
-from milepost.hf.live import live_class
+from milepost.hf.live import hf_config, live_class
+from milepost.hf.tied_names import whole_class
 from milepost.state.names import Model, places
 
 
@@ -131,12 +132,23 @@ def _recorded_by_quantiser(model: Model) -> list[Any] | None:
 
 
 def _shell_of(model: Model) -> Any | None:
-    """The transformers models inside `model` as empty modules of their own classes, in a tree."""
+    """The transformers models inside `model` as empty modules of their own classes, in a tree.
+
+    A stage of a pipeline need not be one; then its configuration says what the whole is.
+    """
     found: dict[str, Any] = {}
+    root: Any = None
     for place in places(model):
+        root = place.module if root is None else root
         kind = live_class(place.module)
         if kind is not None:
             found.setdefault(place.canonical.removesuffix("."), _empty(kind, place.module.config))
+    config = hf_config(root)
+    if "" not in found and config is not None:
+        kind = whole_class(root, config)
+        # Where the whole model is below another name, the tensors have names of their own.
+        if kind is not None and found.keys() <= {getattr(kind, "base_model_prefix", "")}:
+            found[""] = _empty(kind, config)
     shell = found.pop("", None)
     if shell is not None:
         for path, inner in found.items():

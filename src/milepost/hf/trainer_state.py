@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # Fields of the Trainer's own machinery, at the values that it writes for a plain run.
@@ -18,14 +19,21 @@ _UNUSED: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestCheckpoint:
+    """The best checkpoint of a run so far: its metric, its step, and its directory."""
+
+    metric: float
+    step: int
+    path: str
+
+
 def trainer_state(
     *,
     global_step: int,
     epoch: float = 0.0,
     log_history: Sequence[Mapping[str, Any]] = (),
-    best_metric: float | None = None,
-    best_global_step: int | None = None,
-    best_model_checkpoint: str | None = None,
+    best: BestCheckpoint | None = None,
     max_steps: int = 0,
     num_train_epochs: int = 0,
     logging_steps: float = 500,
@@ -42,9 +50,9 @@ def trainer_state(
     """
     document: dict[str, Any] = {
         **_UNUSED,
-        "best_global_step": best_global_step,
-        "best_metric": best_metric,
-        "best_model_checkpoint": best_model_checkpoint,
+        "best_global_step": None if best is None else best.step,
+        "best_metric": None if best is None else best.metric,
+        "best_model_checkpoint": None if best is None else best.path,
         "epoch": epoch,
         "eval_steps": eval_steps,
         "global_step": global_step,

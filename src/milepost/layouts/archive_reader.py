@@ -31,6 +31,8 @@ class TorchArchive:
     as `Opaque`. Raises `FormatError` for what is no sound archive, `UnsafePickleError` for one that
     holds more than data, `NotFoundError` when there is no file.
 
+    With `window`, the archive is that byte range of the file.
+
     >>> with TorchArchive.open("latest.pt") as archive:                    # doctest: +SKIP
     ...     archive.tree["model_state"]["lm_head.weight"].shape
     (32000, 4096)
@@ -43,8 +45,14 @@ class TorchArchive:
         self.tree = tree
 
     @classmethod
-    def open(cls, path: PathLike, *, allow: Collection[str] = ()) -> TorchArchive:
-        file = ArchiveFile(path)
+    def open(
+        cls,
+        path: PathLike,
+        *,
+        allow: Collection[str] = (),
+        window: tuple[int, int] | None = None,
+    ) -> TorchArchive:
+        file = ArchiveFile(path, window=window)
         try:
             root = find_root(file)
             tree = read_tree(file, root, allow)

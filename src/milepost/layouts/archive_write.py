@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,20 @@ def write_archive(path: PathLike, payload: Any, *, mode: int = 0o666) -> Written
         raise
     fileops.close_file(descriptor)
     return written
+
+
+def archive_bytes(payload: Any) -> bytes:
+    """A small archive in memory, for a file that is written with others; it has no digest inside.
+
+    Refuses what could not be loaded again: `UnencodableError`.
+    """
+    import torch
+
+    from milepost.layouts.archive_payload import prepare
+
+    buffer = io.BytesIO()
+    torch.save(prepare(payload), buffer)
+    return buffer.getvalue()
 
 
 def _write(descriptor: int, target: Path, prepared: Any) -> WrittenArchive:

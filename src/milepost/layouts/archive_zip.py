@@ -6,6 +6,7 @@ file is ours: `milepost xxh3-128:` and the digest, in hex, of all bytes before t
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
@@ -15,9 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from milepost.errors import FormatError, NotFoundError, StorageError
 from milepost.storage.fileops import PathLike
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 COMMENT_PREFIX = b"milepost xxh3-128:"
 COMMENT_NBYTES = len(COMMENT_PREFIX) + 32
@@ -57,19 +62,31 @@ class Record:
 class ArchiveFile:
     """An open container. The descriptor stays open, so a file replaced meanwhile does not mix in.
 
-    `records` are by name. `comment` is that of the zip end record.
+    `records` are by name. `comment` is that of the zip end record. With `window`, the container is
+    that byte range of the file, and all positions but those of messages count from its start.
     """
 
-    def __init__(self, path: PathLike) -> None:
+    def __init__(self, path: PathLike, *, window: tuple[int, int] | None = None) -> None:
         self.path = Path(path)
         self.descriptor = _open(self.path)
         self._close = weakref.finalize(self, os.close, self.descriptor)
         try:
             self.nbytes = os.fstat(self.descriptor).st_size
+            self.start = 0
+            if window is not None:
+                self._narrow(*window)
             self.comment, self.records = self._directory()
         except BaseException:
             self._close()
             raise
+
+    def _narrow(self, start: int, end: int) -> None:
+        if not 0 <= start <= end <= self.nbytes:
+            raise self._error(
+                f"bytes {start} to {end} are expected, the file has {self.nbytes}; it was cut "
+                "short: use another copy"
+            )
+        self.start, self.nbytes = start, end - start
 
     def close(self) -> None:
         self._close()
@@ -88,7 +105,7 @@ class ArchiveFile:
         """Fill `view` from `start`; `FormatError` when the file ends before that."""
         while view.nbytes:
             try:
-                count = os.preadv(self.descriptor, [view[:MAX_READ_NBYTES]], start)
+                count = os.preadv(self.descriptor, [view[:MAX_READ_NBYTES]], self.start + start)
             except OSError as error:
                 raise _read_error(error, self.path) from error
             if count == 0:
@@ -103,7 +120,7 @@ class ArchiveFile:
         self._check_beginning()
         try:
             with (
-                open(self.descriptor, "rb", closefd=False) as file,
+                io.BufferedReader(_Bytes(self)) as file,
                 zipfile.ZipFile(file) as archive,
             ):
                 comment, entries, end = archive.comment, archive.infolist(), archive.start_dir
@@ -169,6 +186,38 @@ class ArchiveFile:
         for first, second in pairwise(sorted(records, key=lambda record: record.start)):
             if second.start < first.end:
                 raise self._error(f"records {first.name!r} and {second.name!r} overlap")
+
+
+class _Bytes(io.RawIOBase):
+    """The container as a file for the standard library."""
+
+    def __init__(self, archive: ArchiveFile) -> None:
+        super().__init__()
+        self._archive = archive
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._archive.nbytes}
+        if base[whence] + offset < 0:
+            raise ValueError(f"a position before the start: {base[whence] + offset}")
+        self._position = base[whence] + offset
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(view.nbytes, self._archive.nbytes - self._position))
+        self._archive.read_into(view[:count], self._position)
+        self._position += count
+        return count
 
 
 def digest_in(comment: bytes) -> str | None:

@@ -29,6 +29,7 @@ class Layout(Enum):
     SINGLE_FILE = "single-file"
     LEGACY = "legacy"
     HUGGING_FACE = "hugging-face"
+    TORCH_DCP = "torch-dcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +122,11 @@ class Checkpoint(ABC):
     def open(path: PathLike) -> Checkpoint:
         """Recognise what lies at `path` and open it.
 
-        `path` is a checkpoint directory, a Hugging Face directory, the stem or any file of a trio,
-        or a `.pt` file. `NotFoundError` when nothing is there, `NotCommittedError` when a directory
-        holds no committed checkpoint and no model either, `DamagedError` when its documents are
-        malformed, `UnsupportedVersionError` when a newer version wrote it.
+        `path` is a checkpoint directory, a Hugging Face directory, a directory of torch's
+        distributed checkpoint, the stem or any file of a trio, or a `.pt` file. `NotFoundError`
+        when nothing is there, `NotCommittedError` when a directory holds no committed checkpoint
+        and no model either, `DamagedError` when its documents are malformed,
+        `UnsupportedVersionError` when a newer version wrote it.
         """
         from milepost.layouts.recognise import open_checkpoint
 

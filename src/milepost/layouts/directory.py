@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,11 +66,15 @@ class DirectoryCheckpoint(Checkpoint):
                 "parent_id": manifest.parent_id,
                 "writer": manifest.writer,
                 "mesh": manifest.mesh,
+                "fingerprint": manifest.fingerprint,
+                "pp_stage_partition": manifest.pp_stage_partition,
                 "phases": manifest.phases,
+                "phase_nbytes": manifest.phase_nbytes,
                 "provenance": manifest.provenance,
                 "exactness": manifest.exactness,
                 "notes": manifest.notes,
                 "needs": manifest.needs,
+                "linked": manifest.linked,
             },
         )
 
@@ -283,8 +287,19 @@ def require_intact(checkpoint: DirectoryCheckpoint, roles: Iterable[str]) -> Non
     wanted = set(roles)
     bad = [f"{entry.name} {how}" for entry, how in checkpoint.damage if entry.role in wanted]
     if bad:
+        rest = what_still_loads(checkpoint, {entry.name for entry, _ in checkpoint.damage})
         raise DamagedError(
             f"{checkpoint.path}: {len(bad)} files are not as they were saved: "
-            f"{'; '.join(bad[:5])}; load an older checkpoint, or copy this one again",
+            f"{'; '.join(bad[:5])}; load an older checkpoint, or copy this one again{rest}",
             path=checkpoint.path,
         )
+
+
+def what_still_loads(checkpoint: DirectoryCheckpoint, damaged: Collection[str]) -> str:
+    """The end of a message about damaged files: what of the checkpoint is not concerned, if any."""
+    roles = {entry.role for entry in checkpoint.manifest.files if entry.name in damaged}
+    if roles - {"info"} == {"state"}:
+        return "; its weights are not concerned: load them alone, {'model': model}"
+    if roles - {"info"} == {"weights"}:
+        return "; its training state is not concerned: load it without the model"
+    return ""

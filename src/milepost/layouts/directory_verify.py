@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from milepost.engine.verify import BadExtent, find_bad_extents, tensor_at
-from milepost.errors import CheckpointError, FormatError
+from milepost.errors import CheckpointError, DamagedError, FormatError
 from milepost.format import manifest as manifests
 from milepost.format.digests import (
     RECORD_NBYTES,
@@ -29,9 +29,16 @@ if TYPE_CHECKING:
 
 
 def verify_directory(
-    checkpoint: DirectoryCheckpoint, *, threads: int, on_bytes: Callable[[int], None] | None
+    checkpoint: DirectoryCheckpoint,
+    *,
+    threads: int,
+    on_bytes: Callable[[int], None] | None,
+    share: tuple[int, int] = (0, 1),
 ) -> VerifyReport:
-    """Sizes, digests of every file, indices against headers, and files that do not belong."""
+    """Sizes, digests of every file, indices against headers, and files that do not belong.
+
+    `share` is (rank, world size): each of these ranks hashes other extents, and together all.
+    """
     problems: list[Problem] = []
     damaged = {entry.name for entry, _ in checkpoint.damage}
     for entry, how in checkpoint.damage:
@@ -45,7 +52,7 @@ def verify_directory(
             continue
         extents, found = _records(checkpoint.path, entry)
         problems += found
-        jobs[checkpoint.path / entry.name] = extents
+        jobs[checkpoint.path / entry.name] = extents[share[0] :: share[1]]
     bad = find_bad_extents(jobs, threads=threads, on_bytes=on_bytes)
     problems += [_traced(checkpoint, extent) for extent in bad]
     problems += _structure(checkpoint)
@@ -103,6 +110,19 @@ def _records(path: Path, entry: FileEntry) -> tuple[list[Extent], list[Problem]]
         message = f"{entry.name}: digests cover {covered} of {entry.nbytes} bytes"
         return extents, [_problem(entry, message)]
     return extents, []
+
+
+def recorded_extents(path: Path, entry: FileEntry) -> list[Extent]:
+    """The recorded extents of a file, in order; empty when its one digest is in the manifest.
+
+    `DamagedError` when the records are not those that were saved.
+    """
+    if entry.records is None:
+        return []
+    extents, problems = _records(path, entry)
+    if problems:
+        raise DamagedError(f"{path}: {problems[0].message}", path=path)
+    return extents
 
 
 def _traced(checkpoint: DirectoryCheckpoint, bad: BadExtent) -> Problem:

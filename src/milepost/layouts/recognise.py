@@ -7,6 +7,8 @@ from pathlib import Path
 from milepost.errors import NotCommittedError, NotFoundError
 from milepost.format.manifest import MANIFEST_NAME
 from milepost.layouts.checkpoint import Checkpoint
+from milepost.layouts.dcp import DCP_FILES, DcpCheckpoint, is_dcp
+from milepost.layouts.dcp_metadata import METADATA_NAME
 from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.huggingface import HuggingFaceCheckpoint, huggingface_stem
 from milepost.layouts.single_file import SingleFileCheckpoint
@@ -18,7 +20,7 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """See `Checkpoint.open`."""
-    if path.name == MANIFEST_NAME and path.is_file():
+    if path.name in (MANIFEST_NAME, METADATA_NAME) and path.is_file():
         path = path.parent
     place = _resolved(path)
     if place.is_dir():
@@ -43,9 +45,17 @@ def _resolved(path: Path) -> Path:
 def _open_directory(path: Path) -> Checkpoint:
     if (path / MANIFEST_NAME).exists():
         return DirectoryCheckpoint(path)
+    if is_dcp(path):
+        return DcpCheckpoint(path)
     stem = huggingface_stem(path)
     if stem is not None:
         return HuggingFaceCheckpoint(path, stem=stem)
+    if any(path.glob(DCP_FILES)):
+        raise NotCommittedError(
+            f"{path}: files of torch's distributed checkpoint without its {METADATA_NAME}, which "
+            "is written last: the save was cut off, or the directory was copied incompletely",
+            path=path,
+        )
     steps = sorted(entry.name for entry in path.glob("checkpoint-*"))
     if steps:
         raise NotCommittedError(

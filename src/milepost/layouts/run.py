@@ -96,7 +96,7 @@ def list_run(path: PathLike) -> RunListing:
             committed.append((name, path, checkpoint.manifest))
     return RunListing(
         run=run,
-        committed=tuple(_in_order(committed)),
+        committed=tuple(in_order(committed)),
         torn=tuple(torn),
         unfinished=tuple(sorted(n for n in _names(run) if n.startswith(STAGING_PREFIX))),
         pinned=read_pins(run),
@@ -127,8 +127,8 @@ def _damage(checkpoint: DirectoryCheckpoint, step: int) -> str | None:
     return "; ".join(bad[:3]) or None
 
 
-def _in_order(found: Iterable[tuple[str, Path, Manifest]]) -> Iterator[RunEntry]:
-    """Sort by (generation, step) and mark what a later generation left behind.
+def in_order(found: Iterable[tuple[str, Path, Manifest]]) -> Iterator[RunEntry]:
+    """Sort by (generation, step), equals as they come; mark what a later one left behind.
 
     A run that resumed from step `s` and went on has raised the generation; checkpoints of older
     generations beyond `s` belong to an abandoned branch.

@@ -6,6 +6,7 @@ must stand in the part it names, and every part must hold nothing else.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cached_property
@@ -16,11 +17,12 @@ from milepost.errors import CheckpointIncompleteError, FormatError, NotFoundErro
 from milepost.format.header import Header, read_header
 from milepost.format.index import Index, parse_index
 from milepost.layouts.checkpoint import TensorInfo
+from milepost.plan.part_names import EP_SHARDED
 
 if TYPE_CHECKING:
     from milepost.engine.read import StoredTensor
 
-EP_SHARDED = "ep_sharded"
+_SHARD_KEY = re.compile(r"\.shard_\d+$")
 
 
 class TensorSet:
@@ -48,34 +50,61 @@ class TensorSet:
         return (self.directory / self._single).is_file()
 
     def exists(self) -> bool:
-        return self.index_path.exists() or (self.directory / self._single).exists()
+        return self.index_path.exists() or self.has_single or bool(self._lone_shards)
 
     @cached_property
     def index(self) -> Index | None:
         """The index; None when there is one part and no index that names it.
 
         Where `<stem>.safetensors` lies beside an index that does not name it, it is what
-        `from_pretrained` loads: the index was left behind by an earlier save.
+        `from_pretrained` loads: the index was left behind by an earlier save. An index of experts
+        per rank is never left behind: then the single part is the older one.
         """
         try:
             raw = self.index_path.read_bytes()
         except FileNotFoundError:
             return None
         index = parse_index(raw, str(self.index_path))
-        if self._single not in index.weight_map.values() and self.has_single:
+        is_sharded = index.metadata.get("format") == EP_SHARDED
+        if self._single not in index.weight_map.values() and self.has_single and not is_sharded:
             return None
-        if index.metadata.get("format") == EP_SHARDED:
-            raise FormatError(
-                f"{self.index_path}: an ep_sharded save, one slice of the experts per rank; no "
-                "reader can use it as it lies; merge it first (milepost merge-ep-shards)",
-                path=self.index_path,
-            )
         return index
+
+    @cached_property
+    def _lone_shards(self) -> list[str]:
+        """Files of experts per rank that lie here without an index: a save that was cut off, or a
+        directory that was copied without it."""
+        if self.index is not None or self.has_single or not self.directory.is_dir():
+            return []
+        pattern = re.compile(rf"{re.escape(self.stem)}-\d+-of-\d+\.safetensors")
+        found = sorted(e.name for e in self.directory.iterdir() if pattern.fullmatch(e.name))
+        if not found:
+            return []
+        header = read_header(self.directory / found[0])
+        return found if any(_SHARD_KEY.search(name) for name in header.tensors) else []
+
+    @property
+    def is_ep_sharded(self) -> bool:
+        """Whether the parts are slices of the experts, one file for each rank: the index says so,
+        or, where there is none, the names in the first file do."""
+        if self.index is not None:
+            return self.index.metadata.get("format") == EP_SHARDED
+        return bool(self._lone_shards)
+
+    def require_loadable(self) -> None:
+        """`FormatError` for parts that are slices per rank, with the command that merges them."""
+        if self.is_ep_sharded:
+            place = self.index_path if self.index is not None else self.directory
+            raise FormatError(
+                f"{place}: an ep_sharded save, one slice of the experts per rank; no reader can "
+                "use it as it lies; merge it first (milepost merge-ep-shards)",
+                path=place,
+            )
 
     @cached_property
     def part_names(self) -> list[str]:
         if self.index is None:
-            return [self._single]
+            return self._lone_shards or [self._single]
         return sorted(set(self.index.weight_map.values())) or [self._single]
 
     @cached_property
@@ -112,9 +141,15 @@ class TensorSet:
                         path=self.directory / part,
                     )
 
-    @cached_property
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """All tensors by name, in order of part and offset."""
+        """All tensors by name, in order of part and offset; refused for slices per rank."""
+        self.require_loadable()
+        return self.listed
+
+    @cached_property
+    def listed(self) -> dict[str, TensorInfo]:
+        """The same, of slices per rank as well: what lies in the files."""
         return {info.name: info for info in self._infos()}
 
     def _infos(self) -> Iterator[TensorInfo]:

@@ -9,7 +9,6 @@ Files with more than one name are read-only (mode 0444): writing into one would 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -36,6 +35,7 @@ from milepost.storage.attributes import FileAttributes
 from milepost.storage.fileops import PathLike
 from milepost.storage.intent import INTENT_NAME, commit_names, finish_intent, read_intent
 from milepost.storage.lease import RunLease
+from milepost.storage.links import LINKED_MODE, NO_LINKS
 from milepost.storage.space import require_space, storage_error
 from milepost.storage.staging import remove_leftovers
 
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = ".milepost-trio-"
-LINKED_MODE = 0o444
 _COPY_NBYTES = 8 * 2**20
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
 _LEFTOVER = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}.+|\.{re.escape(INTENT_NAME)}\..+\.tmp")
 # The lease is one for the process; two threads of it must not clean each other's files away.
 _writing = threading.RLock()
@@ -263,7 +261,7 @@ def _give_names(run: Path, temporary: Sequence[TrioNames]) -> bool:
             try:
                 fileops.link(run / source, run / target)
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in NO_LINKS:
                     raise
                 _copy(run / source, run / target)
                 linked = False
