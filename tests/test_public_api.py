@@ -26,6 +26,14 @@ WriteOptions collect_extra_state
 convert_legacy_checkpoint_to_split dedup_source errors hf_source list_run load load_checkpoint
 load_extra_state load_peft local_source newest save save_checkpoint save_peft shard_key
 shield_worker FileInfo Problem Severity VerifyReport
+MergeOnSave OptimizerStateFingerprint WeightFiles save_pp_checkpoint save_sharded_ep
+validate_ep_sharded_save
+BlockPolicy Copies InnerDim PartRole register_tensor_class
+ReadMode declare_placement
+BestCheckpoint ElasticSampler EpochTail GlobalPosition SampleOrder
+HostBuffers InFlight Overlap SaveHandle Unchanged save_async wait_for_saves
+EventKind ProgressBar SaveEvent progress_bar
+Mirror Saving WhenIdle
 """.split()  # noqa: SIM905
 
 ERRORS = """
@@ -34,7 +42,7 @@ CheckpointIncompleteError InconsistentError ReplacedError UnsupportedVersionErro
 InvalidInputError UnencodableError MismatchError KeyMismatchError ShapeMismatchError
 DtypeMismatchError ConfigMismatchError ExistsError RunInUseError StorageError NoSpaceError
 LoadTornError CheckpointMigrationError MissingExtraError RankError RankTimeoutError
-SaveOutcomeUnknownError
+SaveOutcomeUnknownError SaveInFlightError StateChangedError
 """.split()  # noqa: SIM905
 
 

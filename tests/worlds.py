@@ -27,6 +27,8 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "transformers.models.llama.modeling_llama",
+    "milepost.manager.manager",
+    "milepost_trainer.training",
     "tests.worlds",
 ]
 DEADLINE_S = 120.0
@@ -102,9 +104,9 @@ def _collect(process: Any, pipe: Connection, deadline_s: float) -> Outcome:
 def _part(rank: int, world_size: int, dist: Any) -> None:
     """Rank 0 holds the store: it leaves last, or a while after a rank died on purpose."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"parting/{rank}", b"1")
     others = [f"parting/{other}" for other in range(world_size)] if rank == 0 else []
-    with suppress(RuntimeError):
+    with suppress(RuntimeError):  # rank 0 may be dead, and its store with it
+        store.set(f"parting/{rank}", b"1")
         store.wait(others, timedelta(seconds=PARTING_S))
 
 

@@ -16,16 +16,29 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "milepost.checkpointing.capture": ("State",),
+    "milepost.checkpointing.ep_sharded": ("MergeOnSave", "validate_ep_sharded_save"),
+    "milepost.checkpointing.copies": ("Copies",),
+    "milepost.checkpointing.events": ("EventKind", "SaveEvent"),
     "milepost.checkpointing.functions": ("load_checkpoint", "save_checkpoint"),
+    "milepost.checkpointing.lineage": ("Lineage",),
+    "milepost.checkpointing.progress": ("ProgressBar", "progress_bar"),
+    "milepost.checkpointing.linking": ("Unchanged",),
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
     "milepost.checkpointing.load_request": ("Moments",),
     "milepost.checkpointing.peft_sidecar": ("load_peft", "save_peft"),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
-    "milepost.checkpointing.save": ("Rng", "save"),
-    "milepost.checkpointing.save_run": ("Lineage", "SaveReport"),
+    "milepost.checkpointing.in_flight": ("InFlight", "SaveHandle", "wait_for_saves"),
+    "milepost.checkpointing.save": ("save",),
+    "milepost.checkpointing.save_async": ("Overlap", "save_async"),
+    "milepost.checkpointing.save_layouts": ("save_pp_checkpoint", "save_sharded_ep"),
+    "milepost.checkpointing.save_prepare": ("Rng",),
+    "milepost.checkpointing.save_report": ("SaveReport",),
     "milepost.checkpointing.target": ("OnExisting",),
-    "milepost.engine.read": ("ReadOptions",),
-    "milepost.engine.write": ("Durability", "WriteMode", "WriteOptions"),
+    "milepost.engine.host_buffers": ("HostBuffers",),
+    "milepost.engine.read": ("ReadMode", "ReadOptions"),
+    "milepost.engine.write": ("Durability", "InnerDim", "WriteMode", "WriteOptions"),
+    "milepost.format.fingerprint": ("OptimizerStateFingerprint",),
+    "milepost.hf.trainer_state": ("BestCheckpoint",),
     "milepost.layouts.checkpoint": (
         "Checkpoint",
         "CheckpointInfo",
@@ -53,6 +66,7 @@ _HOMES = {
         "shard_key",
     ),
     "milepost.manager.manager": ("CheckpointManager",),
+    "milepost.manager.mirror": ("Mirror",),
     "milepost.manager.resume": ("Resume",),
     "milepost.manager.retention": (
         "BestMode",
@@ -70,15 +84,23 @@ _HOMES = {
         "OnSignal",
         "SaveContext",
         "SavePolicy",
+        "WhenIdle",
     ),
+    "milepost.manager.saving": ("Saving",),
     "milepost.manager.signals": ("shield_worker",),
+    "milepost.plan.part_names": ("WeightFiles",),
+    "milepost.state.data_position": ("GlobalPosition",),
+    "milepost.state.declare": ("declare_placement",),
+    "milepost.state.elastic_sampler": ("ElasticSampler", "EpochTail", "SampleOrder"),
     "milepost.state.policies": (
+        "BlockPolicy",
         "ClassPolicy",
         "DtypePolicy",
         "Missing",
         "ShapePolicy",
         "Unexpected",
     ),
+    "milepost.state.wrappers": ("PartRole", "register_tensor_class"),
     "milepost.tools.migrate": ("convert_legacy_checkpoint_to_split",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -104,25 +126,47 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from milepost import errors as errors
     from milepost.checkpointing.capture import State as State
+    from milepost.checkpointing.copies import Copies as Copies
+    from milepost.checkpointing.ep_sharded import MergeOnSave as MergeOnSave
+    from milepost.checkpointing.ep_sharded import (
+        validate_ep_sharded_save as validate_ep_sharded_save,
+    )
+    from milepost.checkpointing.events import EventKind as EventKind
+    from milepost.checkpointing.events import SaveEvent as SaveEvent
     from milepost.checkpointing.functions import load_checkpoint as load_checkpoint
     from milepost.checkpointing.functions import save_checkpoint as save_checkpoint
+    from milepost.checkpointing.in_flight import InFlight as InFlight
+    from milepost.checkpointing.in_flight import SaveHandle as SaveHandle
+    from milepost.checkpointing.in_flight import wait_for_saves as wait_for_saves
+    from milepost.checkpointing.lineage import Lineage as Lineage
+    from milepost.checkpointing.linking import Unchanged as Unchanged
     from milepost.checkpointing.load import RngRestore as RngRestore
     from milepost.checkpointing.load import Verify as Verify
     from milepost.checkpointing.load import load as load
     from milepost.checkpointing.load_request import Moments as Moments
     from milepost.checkpointing.peft_sidecar import load_peft as load_peft
     from milepost.checkpointing.peft_sidecar import save_peft as save_peft
+    from milepost.checkpointing.progress import ProgressBar as ProgressBar
+    from milepost.checkpointing.progress import progress_bar as progress_bar
     from milepost.checkpointing.report import Level as Level
     from milepost.checkpointing.report import LoadReport as LoadReport
-    from milepost.checkpointing.save import Rng as Rng
     from milepost.checkpointing.save import save as save
-    from milepost.checkpointing.save_run import Lineage as Lineage
-    from milepost.checkpointing.save_run import SaveReport as SaveReport
+    from milepost.checkpointing.save_async import Overlap as Overlap
+    from milepost.checkpointing.save_async import save_async as save_async
+    from milepost.checkpointing.save_layouts import save_pp_checkpoint as save_pp_checkpoint
+    from milepost.checkpointing.save_layouts import save_sharded_ep as save_sharded_ep
+    from milepost.checkpointing.save_prepare import Rng as Rng
+    from milepost.checkpointing.save_report import SaveReport as SaveReport
     from milepost.checkpointing.target import OnExisting as OnExisting
+    from milepost.engine.host_buffers import HostBuffers as HostBuffers
+    from milepost.engine.read import ReadMode as ReadMode
     from milepost.engine.read import ReadOptions as ReadOptions
     from milepost.engine.write import Durability as Durability
+    from milepost.engine.write import InnerDim as InnerDim
     from milepost.engine.write import WriteMode as WriteMode
     from milepost.engine.write import WriteOptions as WriteOptions
+    from milepost.format.fingerprint import OptimizerStateFingerprint as OptimizerStateFingerprint
+    from milepost.hf.trainer_state import BestCheckpoint as BestCheckpoint
     from milepost.layouts.checkpoint import Checkpoint as Checkpoint
     from milepost.layouts.checkpoint import CheckpointInfo as CheckpointInfo
     from milepost.layouts.checkpoint import FileInfo as FileInfo
@@ -147,6 +191,7 @@ if TYPE_CHECKING:
     from milepost.manager.cursors import local_source as local_source
     from milepost.manager.cursors import shard_key as shard_key
     from milepost.manager.manager import CheckpointManager as CheckpointManager
+    from milepost.manager.mirror import Mirror as Mirror
     from milepost.manager.resume import Resume as Resume
     from milepost.manager.retention import BestMode as BestMode
     from milepost.manager.retention import KeepAll as KeepAll
@@ -161,12 +206,23 @@ if TYPE_CHECKING:
     from milepost.manager.save_policies import OnSignal as OnSignal
     from milepost.manager.save_policies import SaveContext as SaveContext
     from milepost.manager.save_policies import SavePolicy as SavePolicy
+    from milepost.manager.save_policies import WhenIdle as WhenIdle
+    from milepost.manager.saving import Saving as Saving
     from milepost.manager.signals import shield_worker as shield_worker
+    from milepost.plan.part_names import WeightFiles as WeightFiles
+    from milepost.state.data_position import GlobalPosition as GlobalPosition
+    from milepost.state.declare import declare_placement as declare_placement
+    from milepost.state.elastic_sampler import ElasticSampler as ElasticSampler
+    from milepost.state.elastic_sampler import EpochTail as EpochTail
+    from milepost.state.elastic_sampler import SampleOrder as SampleOrder
+    from milepost.state.policies import BlockPolicy as BlockPolicy
     from milepost.state.policies import ClassPolicy as ClassPolicy
     from milepost.state.policies import DtypePolicy as DtypePolicy
     from milepost.state.policies import Missing as Missing
     from milepost.state.policies import ShapePolicy as ShapePolicy
     from milepost.state.policies import Unexpected as Unexpected
+    from milepost.state.wrappers import PartRole as PartRole
+    from milepost.state.wrappers import register_tensor_class as register_tensor_class
     from milepost.tools.migrate import (
         convert_legacy_checkpoint_to_split as convert_legacy_checkpoint_to_split,
     )

@@ -16,7 +16,6 @@ from milepost.errors import (
     ConfigMismatchError,
     DamagedError,
     DtypeMismatchError,
-    InvalidInputError,
     KeyMismatchError,
     LoadTornError,
     MismatchError,
@@ -217,11 +216,16 @@ def test_a_saved_tie_fills_both_tensors_of_an_untied_model_and_says_so(path: Pat
     assert report.models["model"].untied == (("head.weight", "embedding.weight"),)
 
 
-def test_a_model_on_the_meta_device_is_refused(path: Path) -> None:
+def test_a_model_on_the_meta_device_gets_memory_and_the_saved_values(path: Path) -> None:
     with torch.device("meta"):
         live = training()["model"]
-    with pytest.raises(InvalidInputError, match=r"meta device"):
-        mp.load(path, {"model": live})
+    mp.load(path, {"model": live})
+    saved = mp.Checkpoint.open(path)
+    for name, tensor in live.state_dict().items():
+        assert tensor.device.type == "cpu"
+        if name != "head.weight":  # tied
+            assert torch.equal(tensor, saved.read(name))
+    assert live.head.weight is live.embedding.weight
 
 
 def test_a_configuration_that_differs_is_refused_field_by_field(tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def test_a_pipeline_resumes_exactly_and_saves_the_whole_model(tmp_path: Path) ->
         assert torch.equal(optimizer.state[param]["exp_avg"], everything[f"{name}.exp_avg"])
     assert report.level.value == "resharded"
     files = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
-    assert "model.safetensors" in files
+    assert {f for f in files if f.endswith(".safetensors")} == {
+        f"model-pp0000{stage}-of-00002-00001.safetensors" for stage in (0, 1)
+    }
     checkpoint = mp.Checkpoint.open(tmp_path / "checkpoint-2")
     assert checkpoint.verify().problems == ()
     weights = checkpoint.read_weights()

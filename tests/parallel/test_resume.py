@@ -66,6 +66,8 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert differing == []
 
 
+@pytest.mark.case("C2.11")
+@pytest.mark.case("C2.12")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_resume_on_the_same_shape_equals_the_run_that_never_stopped(
     shape: Shape, tmp_path: Path
@@ -99,6 +101,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.case("E7")
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda s: str(s))
 def test_another_shape_resumes_with_the_same_weights_and_moments(
     before: Shape, after: Shape, tmp_path: Path

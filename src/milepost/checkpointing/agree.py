@@ -10,24 +10,27 @@ import torch
 import xxhash
 from torch.optim.lr_scheduler import LRScheduler
 
+from milepost.checkpointing.agree_optimizer import (
+    optimizer_digest,
+    own_key,
+    settle_optimizer,
+    update_digest,
+)
 from milepost.checkpointing.capture import RNG_TENSOR, Captured, State
 from milepost.checkpointing.files import SMALL_SET
+from milepost.checkpointing.per_rank import settle_positions
 from milepost.engine.rendezvous import Conversation
-from milepost.engine.source import Scratch, TensorSource
 from milepost.errors import MismatchError
 from milepost.format import strictjson
 from milepost.format.tree import TAG_KEY
 from milepost.geometry.placement import Replicate, Shard
 from milepost.plan.holding import PlacementClass
+from milepost.plan.hub_views import Views
 from milepost.plan.inventory import Inventory, LeafInfo, merge_inventories
-from milepost.state.optimizer_merge import merge_records
-from milepost.state.optimizer_record import OptimizerRecord
 from milepost.state.other import Kind, capture_stateful
-from milepost.state.placements import Held, describe
-from milepost.state.tensors import is_dtensor
-from milepost.state.tree_blob import pack_tree, unpack_tree
+from milepost.state.placements import Held, axes_of, describe
+from milepost.state.tree_blob import pack_tree
 
-_SCRATCH_NBYTES = 1024 * 1024
 _merged: dict[str, Inventory] = {}
 
 
@@ -35,12 +38,14 @@ def settle_trees(talk: Conversation, captured: Captured, state: State) -> dict[s
     """Agree on everything that is no weight and no moment; the small tensors as they will be held.
 
     A tree that is the same on all ranks is stored once, from the coordinator. Optimizers of which
-    ranks have different parameters are joined. Any other tree that differs is kept per rank, as a
+    ranks have different parameters are joined; states that no whole tensor can be made of are kept
+    per rank. Any other tree that differs is kept per rank, as a
     row of bytes of each; schedulers and model extras must not differ and are refused, naming two
     ranks.
     """
     world = talk.world_size
     if world > 1:
+        settle_positions(talk, captured)
         _keep_per_rank(talk, captured, state)
     every = PlacementClass((world,), tuple(range(world)), (Shard(0),))
     first = PlacementClass((1,), (0,), (Replicate(),))
@@ -59,38 +64,28 @@ def settle_trees(talk: Conversation, captured: Captured, state: State) -> dict[s
 
 def _keep_per_rank(talk: Conversation, captured: Captured, state: State) -> None:
     own = {key: _tree_digest(tree, captured.tensors) for key, tree in captured.trees.items()}
+    for optimizer in captured.optimizers:
+        own[optimizer.place] = optimizer_digest(optimizer.state, own[optimizer.place])
     reports = talk.gather("trees", json.dumps(own).encode())
     verdict = json.dumps(_differing(reports)).encode() if talk.is_coordinator else None
     differing: dict[str, int] = json.loads(talk.broadcast("trees-differ", verdict))
     optimizers = {o.place: o for o in captured.optimizers}
+    blobs = {}
     for place in [key for key in differing if key in optimizers]:
         del differing[place]
-        _merge_optimizer(talk, captured, place, optimizers[place].state.record)
-    blobs = {key: _own_blob(captured, state, key, differing[key]) for key in differing}
+        kept = settle_optimizer(talk, captured, optimizers[place])
+        if kept is not None:
+            blobs[own_key(place)] = pack_tree(kept, key=place)
+    blobs |= {key: _own_blob(captured, state, key, differing[key]) for key in differing}
     lengths = {key: len(blob) for key, blob in blobs.items()}
     found = [json.loads(raw) for raw in talk.gather("lengths", json.dumps(lengths).encode())]
-    told = {key: max(each[key] for each in found) for key in differing} if found else None
+    told = {key: max(each[key] for each in found) for key in blobs} if found else None
     raw = talk.broadcast("longest", None if told is None else json.dumps(told).encode())
     longest: dict[str, int] = json.loads(raw)
     for key, blob in blobs.items():
         row = bytearray(blob.ljust(longest[key], b"\0"))
         captured.replace_by_row(key, torch.frombuffer(row, dtype=torch.uint8).reshape(1, -1))
     captured.keep_only({name for tree in captured.trees.values() for name in _references(tree)})
-
-
-def _merge_optimizer(
-    talk: Conversation, captured: Captured, place: str, record: OptimizerRecord
-) -> None:
-    """Join the records of all ranks into the one that is stored."""
-    gathered = talk.gather(f"record/{place}", pack_tree(record.to_tree(), key=place))
-    if not talk.is_coordinator:
-        return
-    ranked = []
-    for rank, blob in enumerate(gathered):
-        where = f"{place} of rank {rank}"
-        tree = unpack_tree(blob, where=where)
-        ranked.append((rank, OptimizerRecord.from_tree(tree, where=where)))
-    captured.replace_tree(place, merge_records(ranked, key=place).to_tree())
 
 
 def _differing(reports: list[bytes]) -> dict[str, int]:
@@ -118,11 +113,8 @@ def _own_blob(captured: Captured, state: State, key: str, other: int) -> bytes:
 def _tree_digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     """A digest of a tree and of the bytes of every tensor that it refers to."""
     hasher = xxhash.xxh3_128(strictjson.dumps(tree))
-    scratch = Scratch(_SCRATCH_NBYTES)
     for name in _references(tree):
-        source = TensorSource(tensors[name])
-        for piece in source.pieces(0, source.nbytes, scratch):
-            hasher.update(piece)
+        update_digest(hasher, tensors[name])
     return hasher.hexdigest()
 
 
@@ -155,10 +147,7 @@ def mesh_of(captured: Captured, inventory: Inventory, world_size: int) -> dict[s
     axes: dict[str, int] = {}
     for model in captured.models.values():
         for tensor in model.leaves.values():
-            if is_dtensor(tensor):
-                mesh = tensor.device_mesh  # type: ignore[attr-defined]
-                names = mesh.mesh_dim_names or [f"axis_{n}" for n in range(mesh.ndim)]
-                axes.update(zip(names, mesh.shape, strict=True))
+            axes.update(axes_of(tensor))
     return {
         "axes": axes,
         "world_size": world_size,
@@ -172,61 +161,79 @@ def topology_digest(inventory: Inventory, models: Iterable[str]) -> str:
     return xxhash.xxh3_128(Inventory(sets=sets).to_bytes()).hexdigest()
 
 
-def names_elsewhere(talk: Conversation, key: str, own: Iterable[str]) -> set[str]:
-    """Names that other ranks have and this one lacks: stages hold parts of a model. Collective."""
-    mine = set(own)
+def names_elsewhere(
+    talk: Conversation, key: str, own: Iterable[str], among: Iterable[str]
+) -> set[str]:
+    """Those of the names `among` that other ranks want and this one does not: stages hold parts of
+    a model. Collective; `among` is the same on all ranks, and costs one bit for each name."""
+    names, mine = list(dict.fromkeys(among)), set(own)
     if talk.world_size == 1:
         return set()
-    digest = xxhash.xxh3_128("\0".join(sorted(mine)).encode()).digest()
-    digests = talk.gather(f"names/{key}", digest)
-    alike = b"1" if len(set(digests)) == 1 else b"0"
-    if talk.broadcast(f"names-alike/{key}", alike if talk.is_coordinator else None) == b"1":
-        return set()
-    lists = talk.gather(f"names-of/{key}", json.dumps(sorted(mine)).encode())
-    union = sorted({name for raw in lists for name in json.loads(raw)})
-    told = talk.broadcast(
-        f"all-names/{key}", json.dumps(union).encode() if talk.is_coordinator else None
-    )
-    return set(json.loads(told)) - mine
+    bits = int("0" + "".join("1" if name in mine else "0" for name in names), 2)
+    nbytes = len(names) // 8 + 1
+    wanted = 0
+    for raw in talk.gather(f"names/{key}", bits.to_bytes(nbytes, "big")):
+        wanted |= int.from_bytes(raw, "big")
+    told = wanted.to_bytes(nbytes, "big") if talk.is_coordinator else None
+    others = int.from_bytes(talk.broadcast(f"names-of-all/{key}", told), "big") & ~bits
+    digits = f"{others:0{len(names)}b}"
+    return {name for name, digit in zip(names, digits, strict=False) if digit == "1"}
 
 
-def agree_inventory(talk: Conversation, sets: Mapping[str, Mapping[str, Held]]) -> Inventory:
+def agree_inventory(
+    talk: Conversation,
+    sets: Mapping[str, Mapping[str, Held]],
+    facts: Mapping[str, str] | None = None,
+    views: Mapping[str, Views] | None = None,
+    frozen: Mapping[str, frozenset[str]] | None = None,
+) -> Inventory:
     """The merged inventory of all ranks, the same object of values everywhere; collective.
 
     Ranks exchange digests of 16 bytes. A description is fetched once however many ranks share it,
     and nothing is fetched while the descriptions are those of an earlier save.
     """
     own = Inventory(
-        sets={key: {fqn: held.info for fqn, held in leaves.items()} for key, leaves in sets.items()}
+        sets={
+            key: {fqn: held.info for fqn, held in leaves.items()} for key, leaves in sets.items()
+        },
+        facts=dict(facts or {}),
+        views={key: dict(own_views) for key, own_views in (views or {}).items()},
+        frozen={
+            key: kept
+            for key, found in (frozen or {}).items()
+            if (kept := found.intersection(sets.get(key, ())))
+        },
     )
     raw = own.to_bytes()
     digests = talk.gather("inventory", xxhash.xxh3_128(raw).digest())
-    request = _request(digests) if talk.is_coordinator else None
-    wanted = json.loads(talk.broadcast("inventory-wanted", request))
-    if wanted["key"] in _merged:
-        return _merged[wanted["key"]]
-    groups: list[list[int]] = wanted["groups"]
-    if talk.rank in [group[0] for group in groups[1:]]:
+    groups = _groups(digests)
+    told = None
+    if talk.is_coordinator:
+        key = xxhash.xxh3_128(b"".join(digests)).hexdigest()
+        first = [] if key in _merged else [group[0] for group in groups]
+        told = json.dumps([key, first]).encode()
+    key, first = json.loads(talk.broadcast("inventory-wanted", told))
+    if not first:
+        return _merged[key]
+    if talk.rank in first[1:]:
         talk.post(f"inventory-of/{talk.rank}", raw)
     if not talk.is_coordinator:
-        return _remember(wanted["key"], Inventory.from_bytes(talk.broadcast("merged")))
-    found = [(groups[0], own)]
+        return _remember(key, Inventory.from_bytes(talk.broadcast("merged")))
+    found: list[tuple[list[int], Inventory]] = [(groups[0], own)]
     for group in groups[1:]:
-        found.append(
-            (group, Inventory.from_bytes(talk.fetch(f"inventory-of/{group[0]}", group[0])))
-        )
+        fetched = talk.fetch(f"inventory-of/{group[0]}", group[0])
+        found.append((group, Inventory.from_bytes(fetched)))
     merged = merge_inventories(found)
     talk.broadcast("merged", merged.to_bytes())
-    return _remember(wanted["key"], merged)
+    return _remember(key, merged)
 
 
-def _request(digests: list[bytes]) -> bytes:
-    """Which ranks share a description, that of rank 0 first, and a key for the whole."""
+def _groups(digests: list[bytes]) -> list[list[int]]:
+    """Ranks that share a description, those of rank 0 first."""
     groups: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         groups.setdefault(digest, []).append(rank)
-    key = xxhash.xxh3_128(b"".join(digests)).hexdigest()
-    return json.dumps({"key": key, "groups": list(groups.values())}).encode()
+    return list(groups.values())
 
 
 def _remember(key: str, merged: Inventory) -> Inventory:

@@ -14,6 +14,8 @@ from milepost.errors import InvalidInputError, UnencodableError
 from milepost.format.strictjson import dumps
 from milepost.format.tree import encode
 from milepost.layouts.directory import PRIMARY, STATE_FORMAT
+from milepost.state.aliases import kept_names, optimizer_aliases, under_kept_names
+from milepost.state.data_position import position_of
 from milepost.state.model import ModelState, capture_model, parameter_names
 from milepost.state.optimizer import OptimizerState, capture_optimizer, inner_optimizers
 from milepost.state.other import Kind, capture_stateful, kind_of
@@ -45,7 +47,9 @@ class Captured:
 
     `trees` is the content of `training/state.json` by key, `tensors` what it refers to. `rows` maps
     a tensor that holds one row of bytes per rank to its key. `prefixes` gives the directory of each
-    model inside the checkpoint, empty for the one at the root.
+    model inside the checkpoint, empty for the one at the root. `positions` are trees of where the
+    whole job stands in its data, by key. `aliases` are the ties of each model across ranks: alias
+    to the name under which its tensor is kept.
     """
 
     kinds: dict[str, Kind]
@@ -55,10 +59,12 @@ class Captured:
     trees: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
+    positions: dict[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def replace_by_row(self, key: str, row: torch.Tensor) -> None:
-        """Store the tree of `key` as this rank's row of bytes instead of once for all ranks."""
-        del self.trees[key]
+        """Store `key` as this rank's row of bytes instead of a tree that is the same for all."""
+        self.trees.pop(key, None)
         name = f"per_rank.{key}"
         self.rows[name] = key
         self.tensors[name] = row
@@ -87,6 +93,8 @@ class Captured:
             document["per_rank"] = {
                 key: {"tensor": name, "world_size": world_size} for name, key in self.rows.items()
             }
+        if self.positions:
+            document["positions"] = self.positions
         return dumps(document, indent=1) + b"\n"
 
 
@@ -130,16 +138,28 @@ def model_prefixes(kinds: Mapping[str, Kind], primary: str | None) -> dict[str, 
     return {key: "" if key == primary else key for key, kind in kinds.items() if kind is Kind.MODEL}
 
 
-def capture(state: State, *, primary: str | None = None) -> Captured:
+def capture(
+    state: State,
+    *,
+    primary: str | None = None,
+    aliases: Mapping[str, Mapping[str, str]] | None = None,
+) -> Captured:
     """Take references to all of `state`, and encode what is not a model or a moment.
 
+    `aliases` are names of each model's tensors that other ranks keep under another name.
     Nothing is initialised, moved or copied. Everything that cannot be stored is refused here, with
     its key, before a file exists.
     """
     kinds = check_keys(state)
     first = primary_key(kinds, primary)
-    models = {key: capture_model(state[key]) for key, kind in kinds.items() if kind is Kind.MODEL}
+    kept = aliases or {}
+    models = {
+        key: under_kept_names(capture_model(state[key]), kept.get(key, {}))
+        for key, kind in kinds.items()
+        if kind is Kind.MODEL
+    }
     names = parameter_names({key: state[key] for key in models}, primary=first)
+    names = kept_names(names, optimizer_aliases(kept, primary=first))
     optimizers = [
         CapturedOptimizer(
             key=key,
@@ -151,7 +171,11 @@ def capture(state: State, *, primary: str | None = None) -> Captured:
         for sub, inner in inner_optimizers(state[key]).items()
     ]
     captured = Captured(
-        kinds=kinds, models=models, prefixes=model_prefixes(kinds, first), optimizers=optimizers
+        kinds=kinds,
+        models=models,
+        prefixes=model_prefixes(kinds, first),
+        optimizers=optimizers,
+        aliases=kept,
     )
     _encode_trees(captured, state)
     _refuse_dtypes(captured)
@@ -169,7 +193,11 @@ def _encode_trees(captured: Captured, state: State) -> None:
         trees[optimizer.place] = tree
     for key, kind in captured.kinds.items():
         if kind is Kind.STATEFUL:
-            trees[key] = encode(capture_stateful(state[key]), sink, key=key)
+            value = capture_stateful(state[key])
+            trees[key] = encode(value, sink, key=key)
+            position = position_of(state[key], value)
+            if position is not None:
+                captured.positions[key] = encode(position, key=f"position of {key}")
         elif kind is Kind.VALUE:
             trees[key] = encode(state[key], sink, key=key)
     captured.trees.update(trees)

@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from milepost.checkpointing.capture import Captured
-from milepost.engine.exchange import ExchangeJob, PeerShare
-from milepost.engine.exchange_write import ExchangeWrite
-from milepost.engine.source import BytesSource, TensorSource
+from milepost.checkpointing.part_writer import PartLayout, PartWriter, lay_out_part
+from milepost.checkpointing.stage_ties import ties_of
+from milepost.engine.exchange import ExchangeStep
+from milepost.engine.source import BytesSource, Scratch
 from milepost.engine.write import FileWrite, Piece
 from milepost.errors import CheckpointIncompleteError
 from milepost.format.digests import Extent, digest_of, pack_records, root_digest
 from milepost.format.dtypes import DTYPES
-from milepost.format.manifest import FileEntry, ModelEntry, Role, StateEntry
-from milepost.geometry.placement import local_shape
-from milepost.plan.holding import Holding
-from milepost.plan.inventory import Inventory, LeafInfo, holding_of, items_of
-from milepost.plan.parts import PartPlan, PartsPlan, plan_parts
-from milepost.plan.shares import TensorPlace, column_boxes, rows_held, share_at, share_of
+from milepost.format.manifest import FileEntry, ModelEntry, Role, StateEntry, ViewRule
+from milepost.plan.division import StepKey
+from milepost.plan.inventory import Inventory, items_of
+from milepost.plan.part_names import StageParts, WeightFiles, naming_of
+from milepost.plan.parts import PartsPlan, plan_parts
+from milepost.plan.shares import DOMAIN_NBYTES, WriteRules
+from milepost.plan.view_rules import view_rules
 from milepost.state.other import Kind
 from milepost.state.placements import Held
 
@@ -41,41 +44,36 @@ class TensorSetPlace:
     prefix: str
     role: Role
     max_part_nbytes: int
+    weight_files: WeightFiles = WeightFiles.NUMBERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """A file, by its name inside the checkpoint, and the pieces of it that this rank writes."""
+    """A file, by its name inside the checkpoint, and the pieces of it that this rank writes.
+
+    `header` is that of a part of frozen tensors, which an earlier checkpoint may have already."""
 
     name: str
     role: Role
     nbytes: int
     pieces: tuple[Piece, ...]
+    header: bytes | None = None
 
     def write_into(self, directory: Path) -> FileWrite:
         return FileWrite(path=directory / self.name, pieces=self.pieces, file_nbytes=self.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedExchange:
-    """A tensor of which whole rows must be put together from several ranks."""
-
-    file: str
-    write: ExchangeWrite
-
-    def write_into(self, directory: Path) -> ExchangeWrite:
-        write = self.write
-        return ExchangeWrite(
-            job=write.job, path=directory / self.file, place=write.place, rows=write.rows
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FilesPlan:
-    """Everything that will be written: the same files on all ranks, each rank's own pieces."""
+    """Everything that will be written: the same files on all ranks, each rank's own pieces, and
+    what it exchanges with others, in the order in which all do that. Paths are inside the
+    checkpoint.
+
+    `partition` has the layers of each stage, for each model that is written stage by stage."""
 
     files: tuple[PlannedFile, ...]
-    exchanges: tuple[PlannedExchange, ...]
+    steps: tuple[ExchangeStep, ...]
+    partition: Mapping[str, list[list[int]]]
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +87,16 @@ def document_file(name: str, data: bytes, role: Role) -> PlannedFile:
     )
 
 
-def tensor_sets(captured: Captured, *, max_part_nbytes: int) -> dict[str, TensorSetPlace]:
+def document_bytes(file: PlannedFile) -> bytes:
+    """The bytes of what `document_file` made."""
+    (piece,) = file.pieces
+    scratch = Scratch(0)
+    return b"".join(piece.source.pieces(0, piece.source.nbytes, scratch))
+
+
+def tensor_sets(
+    captured: Captured, *, max_part_nbytes: int, weight_files: WeightFiles = WeightFiles.AUTO
+) -> dict[str, TensorSetPlace]:
     """The sets of a save by key, in the order in which their files are listed."""
     places = {
         key: TensorSetPlace(
@@ -97,6 +104,7 @@ def tensor_sets(captured: Captured, *, max_part_nbytes: int) -> dict[str, Tensor
             prefix=captured.prefixes[key],
             role="weights",
             max_part_nbytes=max_part_nbytes,
+            weight_files=_files_of(weight_files, captured.prefixes[key]),
         )
         for key in captured.models
     }
@@ -110,115 +118,132 @@ def tensor_sets(captured: Captured, *, max_part_nbytes: int) -> dict[str, Tensor
     return places
 
 
+def _files_of(wanted: WeightFiles, prefix: str) -> WeightFiles:
+    """Only the model at the root has files for each rank."""
+    return WeightFiles.AUTO if wanted is WeightFiles.RANKS and prefix else wanted
+
+
 def plan_files(
     places: Mapping[str, TensorSetPlace],
     inventory: Inventory,
     held: Mapping[str, Mapping[str, Held]],
+    rules: WriteRules,
     *,
     rank: int,
 ) -> FilesPlan:
-    """Lay out all sets and find this rank's pieces; the coordinator also writes the headers."""
+    """Lay out all sets and find what `rank` does; the leader also writes headers and indices.
+
+    `held` has the names that tensors have on disk.
+    """
+    layout = _layout_of(places, inventory, held, rules, rank)
     files: list[PlannedFile] = []
-    exchanges: list[PlannedExchange] = []
-    for key, place in places.items():
-        leaves = inventory.sets.get(key, {})
-        plan = plan_parts(
-            items_of(leaves, _PACK), stem=place.stem, max_part_nbytes=place.max_part_nbytes
-        )
-        for part in plan.parts:
-            writer = _PartWriter(key, leaves, held.get(key, {}), rank)
-            files.append(writer.plan(part, place))
-            exchanges += writer.exchanges
-        if key != SMALL_SET:
-            files.append(_index_file(plan, place, rank))
-    return FilesPlan(files=tuple(files), exchanges=tuple(exchanges))
-
-
-class _PartWriter:
-    """Finds what one rank writes of one part."""
-
-    def __init__(
-        self, key: str, leaves: Mapping[str, LeafInfo], held: Mapping[str, Held], rank: int
-    ) -> None:
-        self._key, self._leaves, self._held, self._rank = key, leaves, held, rank
-        self.exchanges: list[PlannedExchange] = []
-
-    def plan(self, part: PartPlan, place: TensorSetPlace) -> PlannedFile:
-        name = _joined(place.prefix, part.name)
-        pieces: list[Piece] = []
-        if self._rank == 0:
-            pieces.append(Piece(start=0, source=BytesSource(part.header)))
-        for fqn in part.tensors:
-            if fqn not in self._held:
-                continue
-            leaf = self._leaves[fqn]
-            where = TensorPlace(shape=leaf.shape, start=part.offset(fqn), itemsize=leaf.itemsize)
-            holding = holding_of(leaf, f"{self._key}: {fqn}")
-            if holding.peer_count == 1:
-                pieces += self._own_rows(holding, where, self._held[fqn])
-            else:
-                self._exchange(f"{self._key}: {fqn}", holding, where, name, self._held[fqn])
-        return PlannedFile(name=name, role=place.role, nbytes=part.nbytes, pieces=tuple(pieces))
-
-    def _own_rows(self, holding: Holding, where: TensorPlace, held: Held) -> list[Piece]:
-        if holding.sole_holder == self._rank:
-            return [Piece(start=where.start, source=TensorSource(held.local))]
-        share = share_of(holding, where, self._rank)
-        if share is None:
-            return []
-        if not where.shape:
-            return [Piece(start=where.start, source=TensorSource(held.local))]
-        pieces = []
-        position = share.local[0]
-        for start, end in share.rows:
-            rows = held.local[position : position + end - start]
-            offset = where.start + start * where.row_nbytes
-            pieces.append(Piece(start=offset, source=TensorSource(rows)))
-            position += end - start
-        return pieces
-
-    def _exchange(
-        self, name: str, holding: Holding, where: TensorPlace, file: str, held: Held
-    ) -> None:
-        coordinate = holding.shard_coordinate(self._rank)
-        if coordinate is None or where.nbytes == 0:
-            return
-        replica = holding.replicas(coordinate).index(self._rank)
-        if replica >= holding.replica_count:
-            return
-        peers = []
-        for other in holding.peers(coordinate):
-            other_held = holding.held(where.shape, other)
-            share = share_at(holding, where, other, replica)
-            peers.append(
-                PeerShare(
-                    rank=holding.replicas(other)[replica],
-                    columns=tuple(column_boxes(other_held, where.shape)),
-                    column_shape=local_shape(other_held)[1:],
-                    rows=(0, 0) if share is None else share.local,
+    steps: list[tuple[StepKey, ExchangeStep]] = []
+    for key, parts, index in layout.sets:
+        place = places[key]
+        for part in parts:
+            writer = PartWriter(part, held.get(key, {}))
+            name = _joined(place.prefix, part.part.name)
+            files.append(
+                PlannedFile(
+                    name=name,
+                    role=place.role,
+                    nbytes=part.part.nbytes,
+                    pieces=tuple(writer.pieces()),
+                    header=part.part.header if part.part.is_frozen else None,
                 )
             )
-        job = ExchangeJob(
-            name=name,
-            local=held.local.contiguous(),
-            global_columns=where.shape[1:],
-            peers=tuple(peers),
+            steps += writer.steps(Path(name))
+        if index is not None:
+            files.append(index)
+    steps.sort(key=lambda step: step[0])
+    return FilesPlan(
+        files=tuple(files),
+        steps=tuple(step for _, step in steps),
+        partition=layout.partition,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """All parts of all sets and their indices, as one rank sees them, and the inventory that they
+    follow from."""
+
+    inventory: Inventory
+    sets: list[tuple[str, list[PartLayout], PlannedFile | None]]
+    partition: Mapping[str, list[list[int]]]
+
+
+_KEPT_LAYOUTS = 4
+_layouts: dict[tuple[Any, ...], _Layout] = {}
+
+
+def _layout_of(
+    places: Mapping[str, TensorSetPlace],
+    inventory: Inventory,
+    held: Mapping[str, Mapping[str, Held]],
+    rules: WriteRules,
+    rank: int,
+) -> _Layout:
+    """The layout, kept while the inventory is that of an earlier save: it is the same object then,
+    and so are the names that this rank holds."""
+    wanted = (id(inventory), tuple(places.items()), rules, rank)
+    known = _layouts.get(wanted)
+    if known is None:
+        while len(_layouts) >= _KEPT_LAYOUTS:
+            _layouts.pop(next(iter(_layouts)))
+        known = _layouts[wanted] = _lay_out(places, inventory, held, rules, rank)
+    return known
+
+
+def _lay_out(
+    places: Mapping[str, TensorSetPlace],
+    inventory: Inventory,
+    held: Mapping[str, Mapping[str, Held]],
+    rules: WriteRules,
+    rank: int,
+) -> _Layout:
+    sets: list[tuple[str, list[PartLayout], PlannedFile | None]] = []
+    partition: dict[str, list[list[int]]] = {}
+    number = turn = 0
+    for key, place in places.items():
+        leaves = inventory.on_disk(key)
+        kept = set(inventory.ties_on_disk(key, ties_of(inventory, key)).values())
+        naming = naming_of(place.weight_files, leaves, kept, world_size=len(rules.hosts))
+        if isinstance(naming, StageParts):
+            partition[key] = naming.stages.partition()
+        plan = plan_parts(
+            items_of(leaves, _PACK),
+            stem=place.stem,
+            max_part_nbytes=place.max_part_nbytes,
+            naming=naming,
+            frozen=inventory.frozen_on_disk(key),
         )
-        rows = rows_held(holding.held(where.shape, coordinate))
-        write = ExchangeWrite(job=job, path=Path(file), place=where, rows=rows)
-        self.exchanges.append(PlannedExchange(file=file, write=write))
+        parts = []
+        for part in plan.parts:
+            own = held.get(key, {})
+            parts.append(
+                lay_out_part(key, part, leaves, own, rules, rank=rank, number=number, turn=turn)
+            )
+            number += 1
+            turn += -(-part.nbytes // DOMAIN_NBYTES)
+        index = None if key == SMALL_SET else _index_file(plan, place)
+        if index is not None and rank != rules.leader:
+            index = replace(index, pieces=())
+        sets.append((key, parts, index))
+    return _Layout(inventory, sets, partition)
 
 
-def _index_file(plan: PartsPlan, place: TensorSetPlace, rank: int) -> PlannedFile:
-    file = document_file(_joined(place.prefix, plan.index_name), plan.index_bytes(), place.role)
-    return file if rank == 0 else replace(file, pieces=())
+def _index_file(plan: PartsPlan, place: TensorSetPlace) -> PlannedFile:
+    return document_file(_joined(place.prefix, plan.index_name), plan.index_bytes(), place.role)
 
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def model_entries(captured: Captured, huggingface: Iterable[str]) -> dict[str, ModelEntry]:
+def model_entries(
+    captured: Captured, inventory: Inventory, huggingface: Iterable[str]
+) -> dict[str, ModelEntry]:
     """The manifest's entries for the models; `huggingface` are the keys that load there."""
     known = set(huggingface)
     return {
@@ -226,10 +251,16 @@ def model_entries(captured: Captured, huggingface: Iterable[str]) -> dict[str, M
             prefix=captured.prefixes[key],
             stem=WEIGHTS_STEM,
             huggingface=key in known,
-            tied=dict(model.ties),
+            tied=inventory.ties_on_disk(key, ties_of(inventory, key)),
+            views=_views_of(inventory, key),
         )
-        for key, model in captured.models.items()
+        for key in captured.models
     }
+
+
+def _views_of(inventory: Inventory, key: str) -> tuple[ViewRule, ...]:
+    shapes = {fqn: leaf.shape for fqn, leaf in inventory.sets.get(key, {}).items()}
+    return tuple(view_rules(shapes, inventory.views.get(key, {})))
 
 
 def state_entries(captured: Captured) -> dict[str, StateEntry]:

@@ -7,21 +7,18 @@ from collections.abc import Mapping
 import torch
 
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.load_model import ModelLoad, copy_part, plan_model
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies
 from milepost.checkpointing.report import Level
-from milepost.errors import (
-    InvalidInputError,
-)
-from milepost.geometry.placement import boxes_of
+from milepost.engine.rendezvous import Conversation
+from milepost.errors import InvalidInputError
 from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.huggingface import HuggingFaceCheckpoint
-from milepost.state.model_plan import RestorePlan, plan_restore_model
 from milepost.state.other import Kind
-from milepost.state.placements import local_part
-from milepost.state.tensors import same_bits
 
 
 def plan_foreign(
+    talk: Conversation,
     checkpoint: Checkpoint,
     state: State,
     kinds: Mapping[str, Kind],
@@ -38,32 +35,21 @@ def plan_foreign(
         )
     (key,) = kinds
     stored = {name: (t.dtype, t.shape) for name, t in checkpoint.tensors().items()}
-    restore = plan_restore_model(
-        state[key],
-        stored,
-        checkpoint.tied,
-        missing=policies.missing,
-        unexpected=policies.unexpected,
-        dtype=policies.dtype,
-        shape=policies.shape,
-    )
-    restore.check_ties(lambda a, b: same_bits(checkpoint.read(a), checkpoint.read(b)))
-    plan.report.models[key] = restore.report
+    load = plan_model(talk, key, state[key], stored, checkpoint.tied, policies)
+    load.check_ties(checkpoint.read)
+    plan.report.models[key] = load.restore.report
+    plan.report.notes += [] if load.note is None else [f"{key}: {load.note}"]
     plan.report.level = Level.WEIGHTS_ONLY
     if isinstance(checkpoint, HuggingFaceCheckpoint):
-        plan.models[key] = (restore, checkpoint.stored)
+        plan.models[key] = (load, checkpoint.stored)
         return
-    tensors = {name: checkpoint.read(name) for name in restore.targets}
-    plan.others.append(lambda: _fill_from_whole(restore, tensors))
-    plan.others.append(restore.finish)
+    tensors = {name: checkpoint.read(name) for name in load.stored_names()}
+    plan.others.append(lambda: _fill_from_whole(load, tensors))
+    plan.others.append(load.restore.finish)
 
 
-def _fill_from_whole(restore: RestorePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+def _fill_from_whole(load: ModelLoad, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy what this rank holds out of whole tensors."""
-    with torch.no_grad():
-        for name, live in restore.targets.items():
-            for target in live:
-                held, local = local_part(target)
-                for box, place in boxes_of(held):
-                    source = tensors[name][tuple(slice(*span) for span in box)]
-                    local[tuple(slice(*span) for span in place)].copy_(source)
+    load.restore.materialise()
+    for fill in load.fills():
+        copy_part(fill, tensors[fill.name])

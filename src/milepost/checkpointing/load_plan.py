@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from milepost.checkpointing.agree import agree_inventory, names_elsewhere, topology_digest
+from milepost.checkpointing.agree_optimizer import own_states
 from milepost.checkpointing.capture import State, check_keys, primary_key
+from milepost.checkpointing.load_dcp import plan_dcp
 from milepost.checkpointing.load_foreign import plan_foreign
+from milepost.checkpointing.load_model import plan_model
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
 from milepost.checkpointing.per_rank import PerRank
 from milepost.checkpointing.provenance import exactness, exactness_differences
 from milepost.checkpointing.report import Level, LoadReport
+from milepost.checkpointing.topology import agreed_differences, fingerprint_of
 from milepost.engine.read import read_tensor
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import (
@@ -22,22 +27,25 @@ from milepost.errors import (
     KeyMismatchError,
     MismatchError,
 )
+from milepost.format.fingerprint import OptimizerStateFingerprint
 from milepost.format.manifest import STATE_NAME
 from milepost.format.tree import decode
 from milepost.layouts.checkpoint import Checkpoint, TensorInfo
+from milepost.layouts.dcp import DcpCheckpoint
 from milepost.layouts.directory import DirectoryCheckpoint, require_intact
 from milepost.layouts.tensor_set import TensorSet
+from milepost.plan.inventory import Inventory
+from milepost.state.aliases import kept_names, optimizer_aliases, under_kept_names
 from milepost.state.leaves import collect_leaves
-from milepost.state.model import capture_model, parameter_names
-from milepost.state.model_plan import plan_restore_model
+from milepost.state.model import model_state, parameter_names
 from milepost.state.optimizer import inner_optimizers
 from milepost.state.optimizer_merge import without
+from milepost.state.optimizer_own import NO_OWN_STATES
 from milepost.state.optimizer_plan import plan_restore_optimizer
 from milepost.state.optimizer_record import OptimizerRecord, split_tensor_name
 from milepost.state.other import Kind, restore_stateful, restore_value
 from milepost.state.placements import describe
 from milepost.state.policies import Missing
-from milepost.state.tensors import same_bits
 from milepost.state.tree_torch import MappingSource
 
 
@@ -64,8 +72,11 @@ def plan_load(
             level=Level.EXACT,
         )
     )
+    if isinstance(checkpoint, DcpCheckpoint):
+        plan_dcp(talk, checkpoint, state, kinds, policies, plan, primary)
+        return plan
     if not isinstance(checkpoint, DirectoryCheckpoint):
-        plan_foreign(checkpoint, state, kinds, policies, plan)
+        plan_foreign(talk, checkpoint, state, kinds, policies, plan)
         return plan
     only_models = all(kind is Kind.MODEL for kind in kinds.values())
     has_model = Kind.MODEL in kinds.values()
@@ -107,21 +118,19 @@ class _Wanted:
             saved_key = self._saved_model(key)
             tensors = self.checkpoint.weights(saved_key)
             entry = self.checkpoint.model_entry(saved_key)
-            elsewhere = names_elsewhere(self.talk, key, collect_leaves(self.state[key]).tensors)
-            stored = _infos(tensors.tensors)
-            plan = plan_restore_model(
+            load = plan_model(
+                self.talk,
+                key,
                 self.state[key],
-                {name: info for name, info in stored.items() if name not in elsewhere},
-                {a: kept for a, kept in entry.tied.items() if a not in elsewhere},
-                extra=self._extra(key, saved_key),
-                missing=self.policies.missing,
-                unexpected=self.policies.unexpected,
-                dtype=self.policies.dtype,
-                shape=self.policies.shape,
+                _infos(tensors.tensors),
+                entry.tied,
+                self.policies,
+                self._extra(key, saved_key),
             )
-            plan.check_ties(_equal_bytes(tensors))
-            self.plan.models[key] = (plan, tensors.stored)
-            self.report.models[key] = plan.report
+            load.check_ties(partial(_read_stored, tensors))
+            self.plan.models[key] = (load, tensors.stored)
+            self.report.models[key] = load.restore.report
+            self.report.notes += [] if load.note is None else [f"{key}: {load.note}"]
 
     def _saved_model(self, key: str) -> str:
         """The saved model for a live one: of the same key, or the one at the root for the root."""
@@ -176,7 +185,7 @@ class _Wanted:
             self.report.kept = [*self.report.kept, *places]
             return
         models = {key: self.state[key] for key, kind in self.kinds.items() if kind is Kind.MODEL}
-        names = parameter_names(models, primary=self._primary)
+        names = kept_names(parameter_names(models, primary=self._primary), self._aliases())
         for place, (_, optimizer) in places.items():
             tensors = self.checkpoint.state_set(place)
             if tensors is None:
@@ -184,36 +193,50 @@ class _Wanted:
             where = f"{self.checkpoint.path}: {place}"
             record = OptimizerRecord.from_tree(self._decoded(place), where=where)
             params = [p for group in optimizer.param_groups for p in group["params"]]
-            own = [names[id(p)] for p in params if id(p) in names]
-            elsewhere = names_elsewhere(self.talk, place, own)
+            own = {names[id(p)]: p for p in params if id(p) in names}
+            saved = [fqn for group in record.groups for fqn in group.params]
+            elsewhere = names_elsewhere(self.talk, place, own, [*saved, *record.ungrouped])
             infos = _infos(tensors.tensors)
+            kept = NO_OWN_STATES
+            if record.per_rank:
+                kept = own_states(self.talk, self._per_rank(), place, record, own)
+            record = without(record, elsewhere)
             plan = plan_restore_optimizer(
                 optimizer,
                 names,
-                without(record, elsewhere),
+                record,
                 {n: i for n, i in infos.items() if split_tensor_name(n)[0] not in elsewhere},
                 key=place,
                 missing=self.policies.missing,
                 unexpected=self.policies.unexpected,
                 classes=self.policies.optimizer_class,
+                blocks=self.policies.blocks,
+                own=kept,
             )
             self.plan.optimizers[place] = (plan, tensors)
             self.report.optimizers[place] = plan.report
 
+    def _aliases(self) -> dict[str, str]:
+        """Names that the checkpoint keeps under another, as optimizers know them."""
+        ties = {key: load.ties for key, (load, _) in self.plan.models.items()}
+        return optimizer_aliases(ties, primary=self._primary)
+
     def _plan_other(self, key: str) -> None:
         live = self.state[key]
-        per_rank = self._per_rank()
-        if not per_rank.has(key):
-            value = self._decoded(key)
-        else:
-            try:
-                value = per_rank.value(key)
-            except MismatchError as error:
-                if self.policies.missing is Missing.ERROR:
-                    raise
-                self.report.kept = [*self.report.kept, key]
-                self.report.notes.append(str(error))
-                return
+        saved_size = int(self.checkpoint.manifest.mesh.get("world_size", 1))
+        try:
+            found = self._per_rank().find(key, live, saved_size, lambda: self._decoded(key))
+        except MismatchError as error:
+            if self.policies.missing is Missing.ERROR:
+                raise
+            self.report.kept = [*self.report.kept, key]
+            self.report.notes.append(str(error))
+            return
+        if found.seek is not None:
+            self.plan.others.append(found.seek)
+            self.report.notes.append(found.note)
+            return
+        value = found.value
         if self.kinds[key] is Kind.STATEFUL:
             self.plan.others.append(lambda: restore_stateful(live, value))
             return
@@ -243,14 +266,18 @@ class _Wanted:
         left_out = [*report.kept, *report.not_loaded]
         partial = any(
             r.missing or r.unexpected or r.cast or r.skipped for r in report.models.values()
-        ) or any(r.missing or r.unexpected for r in report.optimizers.values())
+        ) or any(
+            r.missing or r.unexpected or r.not_carried or r.requantised
+            for r in report.optimizers.values()
+        )
         for place, optimizer in report.optimizers.items():
             report.differences += [f"{place}: {text}" for text in optimizer.implementation]
+        resharded = self._is_resharded()
         if left_out or partial:
             report.level = Level.WARM_RESTART
-        elif self._is_resharded():
+        elif resharded:
             report.level = Level.RESHARDED
-        elif report.differences:
+        elif report.differences or report.fingerprint:
             report.level = Level.EXACT_STATE
         if report._restore_rng is None:
             report.differences.append("the checkpoint holds no random state")
@@ -260,15 +287,19 @@ class _Wanted:
     def _is_resharded(self) -> bool:
         """Whether weights are held by ranks in another way than when they were saved."""
         saved = self.checkpoint.manifest.mesh
-        leaves = {
-            key: {
-                name: describe(tensor, key=name)
-                for name, tensor in capture_model(self.state[key]).leaves.items()
-            }
-            for key, kind in self.kinds.items()
-            if kind is Kind.MODEL
+        if not self.report.models:
+            return self._is_on_other_ranks(saved.get("world_size"))
+        models = {
+            key: under_kept_names(model_state(self.state[key]), load.ties).leaves
+            for key, (load, _) in self.plan.models.items()
         }
-        topology = topology_digest(agree_inventory(self.talk, leaves), leaves)
+        leaves = {
+            key: {name: describe(tensor, key=name) for name, tensor in own.items()}
+            for key, own in models.items()
+        }
+        inventory = agree_inventory(self.talk, leaves)
+        self._compare_fingerprint(models, inventory)
+        topology = topology_digest(inventory, leaves)
         if saved.get("topology") in (None, topology):
             return False
         self.report.differences.insert(
@@ -277,6 +308,29 @@ class _Wanted:
             f"on {self.talk.world_size}, placed differently".replace("  ", " "),
         )
         return True
+
+    def _is_on_other_ranks(self, saved_size: int | None) -> bool:
+        if saved_size in (None, self.talk.world_size):
+            return False
+        self.report.differences.insert(
+            0, f"saved on {saved_size} ranks, loaded on {self.talk.world_size}"
+        )
+        return True
+
+    def _compare_fingerprint(
+        self, models: Mapping[str, Mapping[str, torch.Tensor]], inventory: Inventory
+    ) -> None:
+        """Which fields of the topology differ, as the coordinator sees them; collective."""
+        saved = OptimizerStateFingerprint.from_recorded(self.checkpoint.manifest.fingerprint)
+        now = fingerprint_of(
+            {key: self.state[key] for key in models},
+            models,
+            [self.state[key] for key, kind in self.kinds.items() if kind is Kind.OPTIMIZER],
+            inventory,
+            world_size=self.talk.world_size,
+            stated=self.policies.fingerprint,
+        )
+        self.report.fingerprint = agreed_differences(self.talk, saved, now)
 
     def _documents(self) -> dict[str, Any]:
         if not self._trees:
@@ -316,15 +370,12 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
         return len(self._tensors.tensors)
 
 
+def _read_stored(tensors: TensorSet, name: str) -> torch.Tensor:
+    return read_tensor(tensors.stored(name))
+
+
 def _infos(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (info.dtype, info.shape) for name, info in tensors.items()}
-
-
-def _equal_bytes(tensors: TensorSet) -> Callable[[str, str], bool]:
-    def equal(first: str, second: str) -> bool:
-        return same_bits(read_tensor(tensors.stored(first)), read_tensor(tensors.stored(second)))
-
-    return equal
 
 
 def _require_fillable(live: Any, value: Any, key: str) -> None:

@@ -6,12 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
+from milepost.checkpointing.load_model import ModelLoad
 from milepost.checkpointing.report import LoadReport
 from milepost.engine.read import StoredTensor
+from milepost.format.fingerprint import Stated
 from milepost.layouts.tensor_set import TensorSet
-from milepost.state.model_plan import RestorePlan
 from milepost.state.optimizer_plan import OptimizerPlan
-from milepost.state.policies import ClassPolicy, DtypePolicy, Missing, ShapePolicy, Unexpected
+from milepost.state.policies import (
+    BlockPolicy,
+    ClassPolicy,
+    DtypePolicy,
+    Missing,
+    ShapePolicy,
+    Unexpected,
+)
 
 
 class Moments(Enum):
@@ -32,6 +42,9 @@ class LoadPolicies:
     shape: ShapePolicy = ShapePolicy.ERROR
     optimizer_class: ClassPolicy = ClassPolicy.ERROR
     moments: Moments = Moments.RESTORE
+    blocks: BlockPolicy = BlockPolicy.ERROR
+    device: torch.device | str | None = None
+    fingerprint: Stated = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +52,6 @@ class LoadPlan:
     """Phase 1's result: all that phase 2 needs, decoded and checked."""
 
     report: LoadReport
-    models: dict[str, tuple[RestorePlan, Callable[[str], StoredTensor]]] = field(
-        default_factory=dict
-    )
+    models: dict[str, tuple[ModelLoad, Callable[[str], StoredTensor]]] = field(default_factory=dict)
     optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
     others: list[Callable[[], None]] = field(default_factory=list)

@@ -36,7 +36,8 @@ class LoadReport:
     that the state did not ask for, `kept` entries of the state that the checkpoint does not hold
     and that were left as they were. `differences` says what can break bits, or why the level is no
     higher. `passed_over` names newer checkpoints that were not taken, with reasons. `config` maps
-    fields of the model's configuration that differ and do not matter to (saved, now).
+    fields of the model's configuration that differ and do not matter to (saved, now),
+    `fingerprint` fields of the topology that differ.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class LoadReport:
     differences: list[str] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
     config: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    fingerprint: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _restore_rng: Callable[[], list[str]] | None = None
 
@@ -72,16 +74,21 @@ class LoadReport:
             lines += _counted(key, "unexpected, ignored", model.unexpected)
             lines += _counted(key, "cast", [str(difference) for difference in model.cast])
             lines += _counted(key, "skipped", [str(difference) for difference in model.skipped])
+            lines += _counted(key, "buffers rebuilt", model.rebuilt)
             lines += _counted(key, "untied", [f"{name} from {kept}" for name, kept in model.untied])
         for key, optimizer in self.optimizers.items():
             lines += _counted(key, "parameters start fresh", optimizer.missing)
             lines += _counted(key, "states ignored", optimizer.unexpected)
             lines += _counted(key, "groups keep their settings", optimizer.new_groups)
+            lines += _counted(key, "states of each rank", optimizer.per_rank)
+            lines += _counted(key, "states of another topology, afresh", optimizer.not_carried)
+            lines += _counted(key, "states quantised anew", optimizer.requantised)
         if self.not_loaded:
             lines.append(f"not asked for: {', '.join(self.not_loaded)}")
         if self.kept:
             lines.append(f"not in the checkpoint, left as they were: {', '.join(self.kept)}")
         lines += [f"differs: {text}" for text in self.differences]
+        lines += [f"fingerprint.{k}: saved {a}, now {b}" for k, (a, b) in self.fingerprint.items()]
         lines += [f"model_config.{k}: saved {a!r}, now {b!r}" for k, (a, b) in self.config.items()]
         return lines + self.notes
 

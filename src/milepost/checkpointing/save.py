@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from milepost.checkpointing.agree import mesh_of
-from milepost.checkpointing.capture import State, add_rng, capture
-from milepost.checkpointing.config import as_mapping
-from milepost.checkpointing.numbers import plain_epoch, plain_metrics
-from milepost.checkpointing.provenance import exactness, provenance, writer
-from milepost.checkpointing.save_run import Lineage, SaveReport, SaveRun
-from milepost.checkpointing.target import (
-    OnExisting,
-    check_step,
-)
+from milepost.checkpointing.capture import State
+from milepost.checkpointing.copies import Copies
+from milepost.checkpointing.events import OnEvent
+from milepost.checkpointing.in_flight import saves, settle_earlier
+from milepost.checkpointing.lineage import Lineage
+from milepost.checkpointing.linking import Unchanged
+from milepost.checkpointing.save_prepare import Rng, SaveKeywords, prepare_save
+from milepost.checkpointing.save_report import SaveReport
+from milepost.checkpointing.sidecars import Sidecars
+from milepost.checkpointing.target import OnExisting
 from milepost.checkpointing.world import converse
-from milepost.engine.rendezvous import together
 from milepost.engine.write import WriteOptions
-from milepost.format.manifest import (
-    Manifest,
-    encode_manifest,
-)
-from milepost.format.tree import encode
+from milepost.format.fingerprint import Stated
+from milepost.hf.trainer_state import BestCheckpoint
+from milepost.plan.part_names import WeightFiles
 from milepost.plan.parts import DEFAULT_PART_NBYTES
 from milepost.storage.fileops import PathLike
-
-
-class Rng(Enum):
-    """Whether the random state of python, numpy, torch and devices is part of it."""
-
-    INCLUDE = "include"
-    LEAVE_OUT = "leave-out"
 
 
 def save(
@@ -46,12 +34,19 @@ def save(
     model_config: Any = None,
     processing_class: Any = None,
     log_history: Sequence[Mapping[str, Any]] = (),
+    best: BestCheckpoint | None = None,
     primary: str | None = None,
     rng: Rng = Rng.INCLUDE,
     on_existing: OnExisting = OnExisting.ERROR,
     max_shard_size: int | str = DEFAULT_PART_NBYTES,
+    weight_files: WeightFiles = WeightFiles.AUTO,
+    fingerprint: Stated = None,
+    sidecars: Sidecars | None = None,
+    copies: Copies = Copies.ONE,
     lineage: Lineage | None = None,
     options: WriteOptions | None = None,
+    on_event: OnEvent | None = None,
+    unchanged: Unchanged = Unchanged.LINK_VERIFIED,
 ) -> SaveReport:
     """Write `state` as the checkpoint directory `path`, for instance `run/checkpoint-1000`.
 
@@ -64,49 +59,48 @@ def save(
     every earlier checkpoint is as it was. Collective: every rank of the default process group makes
     the call; each writes what it holds, and one that fails makes all of them raise.
 
-    `metrics` are numbers to choose by (retention); `max_shard_size` bounds the tensor bytes of a
-    part, as in Hugging Face. Raises `ExistsError`, `InvalidInputError` (a name that states another
-    step, a state that cannot be stored: `UnencodableError`), `MismatchError` (ranks disagree),
-    `NoSpaceError`, `StorageError`, `RunInUseError`, `RankError` (another rank failed; it is named).
+    `metrics` are numbers to choose by (retention); `log_history` and `best` go into
+    `trainer_state.json`; `max_shard_size` bounds the tensor bytes of a
+    part, as in Hugging Face, and `weight_files` says which parts there are: those of each stage
+    when the model is a pipeline. `fingerprint` states fields of the topology that cannot be derived
+    from the state, by name. `sidecars` are files beside the weights that these need, by name:
+    bytes, or tensors for a `.pt` file; those of rank 0 are written. `on_event` is called with what
+    this rank does, a `SaveEvent` at a time, from any thread; see `progress_bar`. Frozen weights,
+    16 MiB and more of them, lie in parts of their own; `unchanged` says what becomes of such a part
+    when the newest checkpoint of the run, or the one that this one descends from, has its bytes.
+
+    Ranks that do not see the directory of `path` send what they hold to ranks that do; rank 0 must
+    see it. With `copies=Copies.PER_NODE` each node writes a whole checkpoint to its own disk, under
+    a path that may differ in all but the last name. Every copy is complete and durable before the
+    first gets its name, that of rank 0 gets it last, and one that cannot have it makes the others
+    give theirs back; a machine that dies in that moment leaves some of them. Raises `ExistsError`,
+    `InvalidInputError` (a name that states another step, a state that cannot be stored:
+    `UnencodableError`), `MismatchError` (ranks disagree), `NoSpaceError`, `StorageError`,
+    `RunInUseError`, `RankError` (another rank failed; it is named).
     """
-    target = Path(path)
-    step = check_step(target, step)
+    keywords: SaveKeywords = {
+        "epoch": epoch,
+        "metrics": metrics,
+        "model_config": model_config,
+        "processing_class": processing_class,
+        "log_history": log_history,
+        "best": best,
+        "primary": primary,
+        "rng": rng,
+        "on_existing": on_existing,
+        "max_shard_size": max_shard_size,
+        "weight_files": weight_files,
+        "fingerprint": fingerprint,
+        "sidecars": sidecars,
+        "copies": copies,
+        "lineage": lineage,
+        "options": options,
+        "on_event": on_event,
+        "unchanged": unchanged,
+    }
+    saves.drain()
     with converse() as talk:
-        save_ = SaveRun(talk, target, step, options or WriteOptions())
-        begin = save_.begin(on_existing, lineage)
-        if begin["kept"]:
-            return save_.kept(begin)
-        with together(talk, "capture"), save_.phase("capture"):
-            captured = capture(state, primary=primary)
-            if rng is Rng.INCLUDE:
-                add_rng(captured)
-        with together(talk, "plan"), save_.phase("plan"):
-            plan, inventory = save_.plan(captured, state, max_shard_size)
-            manifest, own = None, []
-            if talk.is_coordinator:
-                manifest = Manifest(
-                    checkpoint_id=begin["checkpoint_id"],
-                    parent_id=begin["parent_id"],
-                    generation=begin["generation"],
-                    branch_step=begin["branch_step"],
-                    step=step,
-                    epoch=plain_epoch(epoch),
-                    created=begin["created"],
-                    metrics=plain_metrics(metrics or {}),
-                    writer=writer(),
-                    mesh=mesh_of(captured, inventory, talk.world_size),
-                    model_config=_encoded(model_config),
-                    provenance=provenance(),
-                    exactness=exactness(state),
-                )
-                own = save_.side_files(
-                    captured, inventory, state, processing_class, manifest, log_history
-                )
-                encode_manifest(manifest)  # what it cannot hold is refused before a file exists
-        return save_.run(plan, own, manifest, begin)
-
-
-def _encoded(model_config: Any) -> Any:
-    if model_config is None:
-        return None
-    return encode(as_mapping(model_config), key="model_config")
+        settle_earlier(talk)
+        prepared = prepare_save(talk, path, state, step, keywords)
+        with prepared.run.events.failing():
+            return prepared.finish()

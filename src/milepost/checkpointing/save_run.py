@@ -4,126 +4,98 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from milepost.checkpointing.agree import agree_inventory, held_sets, settle_trees
 from milepost.checkpointing.capture import Captured, State
+from milepost.checkpointing.copies import Copies, agree_rules, share_documents
+from milepost.checkpointing.ep_sharded import slice_experts
+from milepost.checkpointing.events import EventKind, Events, OnEvent
 from milepost.checkpointing.files import (
     SMALL_SET,
     FilesPlan,
     PlannedFile,
     document_file,
-    file_entries,
     model_entries,
     plan_files,
     state_entries,
     tensor_sets,
 )
+from milepost.checkpointing.led_copy import LedCopy, holds
+from milepost.checkpointing.lineage import Lineage, lineage_of
+from milepost.checkpointing.linking import Linked, Linking, Unchanged, has_frozen_parts
+from milepost.checkpointing.names_on_disk import agree_on_names, held_on_disk
+from milepost.checkpointing.phases_text import phases_text
+from milepost.checkpointing.rank_write import ExchangeGroup, RankWrite, ready_group
 from milepost.checkpointing.replicas import prove_replicas
-from milepost.checkpointing.target import (
-    OnExisting,
-    check_target,
-    committed_at,
-    taken,
-)
-from milepost.checkpointing.world import exchange_group
-from milepost.engine.exchange_write import exchange_and_write
+from milepost.checkpointing.save_phases import Phases, share_nbytes
+from milepost.checkpointing.save_report import SaveReport
+from milepost.checkpointing.stage_ties import tie_facts, ties_of
+from milepost.checkpointing.target import OnExisting, check_target
 from milepost.engine.rendezvous import Conversation, together
-from milepost.engine.write import Durability, WriteOptions, create_files, fill_files
-from milepost.errors import CheckpointError, MismatchError
-from milepost.format.digests import Extent, digest_of, pack_records, unpack_records
-from milepost.format.manifest import (
-    DIGESTS_NAME,
-    MANIFEST_NAME,
-    STATE_NAME,
-    FileEntry,
-    Manifest,
-    encode_manifest,
-)
+from milepost.engine.rendezvous import led as led_by_coordinator
+from milepost.engine.write import WriteOptions
+from milepost.errors import CheckpointError, MismatchError, SaveOutcomeUnknownError
+from milepost.format.digests import Extent
+from milepost.format.manifest import STATE_NAME, Manifest
 from milepost.hf.aux_files import collect_model_files
-from milepost.hf.trainer_state import trainer_state
-from milepost.layouts.directory import read_manifest
-from milepost.layouts.run import RunEntry, list_run
+from milepost.hf.trainer_state import BestCheckpoint, trainer_state
 from milepost.plan.inventory import Inventory
+from milepost.plan.part_names import WeightFiles
 from milepost.plan.parts import parse_nbytes
-from milepost.storage import atomic, fileops
+from milepost.plan.shares import WriteRules
 from milepost.storage.space import human, storage_error
-from milepost.storage.staging import StagingDirectory, move_to_incomplete
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What a save did. `written` is False when an existing checkpoint was kept.
-
-    `phases` maps capture, write and commit to seconds. `notes` are things an engineer should know:
-    side files that had trouble, a model that is not a Hugging Face model.
-    """
-
-    path: Path
-    step: int
-    checkpoint_id: str
-    nbytes: int
-    written: bool = True
-    phases: Mapping[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
-    """Where a checkpoint stands in its run (`docs/spec/v1.md`, generations)."""
-
-    parent_id: str | None = None
-    generation: int = 0
-    branch_step: int | None = None
-
-
-def _lineage_of(target: Path) -> Lineage:
-    """The lineage of a save that nobody stated: the next one after the newest of the run."""
-    newest: RunEntry | None = None
-    if target.parent.is_dir():
-        newest = list_run(target.parent).newest
-    if newest is None:
-        return Lineage()
-    manifest = newest.manifest
-    return Lineage(
-        parent_id=manifest.checkpoint_id,
-        generation=manifest.generation,
-        branch_step=manifest.branch_step,
-    )
+_LOOKS, _PAUSE_S = 10, 0.5
 
 
 class SaveRun:
     """One save under way: its conversation, target, options and phases."""
 
-    def __init__(self, talk: Conversation, target: Path, step: int, options: WriteOptions) -> None:
+    def __init__(
+        self,
+        talk: Conversation,
+        target: Path,
+        step: int,
+        options: WriteOptions,
+        weight_files: WeightFiles = WeightFiles.AUTO,
+        copies: Copies = Copies.ONE,
+        on_event: OnEvent | None = None,
+        unchanged: Unchanged = Unchanged.LINK_VERIFIED,
+    ) -> None:
         self.talk = talk
         self.target = target
         self.step = step
-        self.options = options
-        self.phases: dict[str, float] = {}
+        self.events = Events(on_event, step=step, path=target, rank=talk.rank)
+        self.phases = Phases(self.events)
+        self.phase = self.phases.phase
+        self.options = self.phases.counted(options)
+        self.weight_files = weight_files
+        self.copies = copies
+        self.unchanged = unchanged
+        self.rules: list[WriteRules] = []
+        self.plans: list[FilesPlan] = []
+        self._groups: list[ExchangeGroup | None] = []
         self.notes: list[str] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.phases[name] = round(time.perf_counter() - start, 6)
+        self.written = threading.Event()
+        """Set when this rank's part is in the files, and live tensors are not read any more."""
+        self._handed_over = False  # before that, the coordinator has nothing to commit
 
     def begin(self, on_existing: OnExisting, lineage: Lineage | None) -> dict[str, Any]:
         """The coordinator looks at the target and decides; all ranks agree on what is saved."""
-        call = json.dumps([str(self.target), self.step, on_existing.value]).encode()
+        place = self.target if self.copies is Copies.ONE else self.target.name
+        ways = (on_existing.value, self.copies.value, self.unchanged.value)
+        call = json.dumps([str(place), self.step, *ways]).encode()
         with together(self.talk, "begin"):
             for rank, other in enumerate(self.talk.gather("call", call)):
                 if other != call:
@@ -136,6 +108,9 @@ class SaveRun:
                 decision = json.dumps(self._decide(on_existing, lineage)).encode()
             decision = self.talk.broadcast("decision", decision or None)
         found: dict[str, Any] = json.loads(decision)
+        if not found["kept"]:
+            unique = found["checkpoint_id"]
+            self.rules = agree_rules(self.talk, self.target, unique, self.options, self.copies)
         return found
 
     def _decide(self, on_existing: OnExisting, lineage: Lineage | None) -> dict[str, Any]:
@@ -149,7 +124,7 @@ class SaveRun:
             "replaces": existing is not None,
             "checkpoint_id": uuid.uuid4().hex,
             "created": now.replace("+00:00", "Z"),
-            **asdict(lineage or _lineage_of(self.target)),
+            **asdict(lineage or lineage_of(self.target)),
         }
 
     def kept(self, begin: Mapping[str, Any]) -> SaveReport:
@@ -167,12 +142,32 @@ class SaveRun:
     ) -> tuple[FilesPlan, Inventory]:
         """Agree on all trees and tensors, and lay out their files; collective."""
         small = settle_trees(self.talk, captured, state)
-        places = tensor_sets(captured, max_part_nbytes=parse_nbytes(max_shard_size))
+        places = tensor_sets(
+            captured,
+            max_part_nbytes=parse_nbytes(max_shard_size),
+            weight_files=self.weight_files,
+        )
         held = held_sets(captured, small)
-        prove_replicas(self.talk, {key: held[key] for key in held if key != SMALL_SET})
-        inventory = agree_inventory(self.talk, held)
-        plan = plan_files(places, inventory, held, rank=self.talk.rank)
-        return plan, inventory
+        ties = {key: model.ties for key, model in captured.models.items()}
+        proven = {key: held[key] for key in held if key != SMALL_SET}
+        prove_replicas(self.talk, proven, captured.aliases)
+        if self.weight_files is WeightFiles.RANKS:
+            names = slice_experts(self.talk, captured, held)
+        else:
+            names = agree_on_names(self.talk, state, captured)
+        self.notes += names.notes
+        frozen = {key: model.frozen for key, model in captured.models.items()}
+        inventory = agree_inventory(self.talk, held, tie_facts(ties), names.views, frozen)
+        on_disk = held_on_disk(held, inventory, self.talk.rank)
+        self.plans = [
+            plan_files(places, inventory, on_disk, rules, rank=self.talk.rank)
+            for rules in self.rules
+        ]
+        self._groups = [
+            ready_group(self.talk, number, rules, plan)
+            for number, (rules, plan) in enumerate(zip(self.rules, self.plans, strict=True))
+        ]
+        return self.plans[0], inventory
 
     def side_files(
         self,
@@ -182,6 +177,7 @@ class SaveRun:
         processing_class: Any,
         manifest: Manifest,
         log_history: Sequence[Mapping[str, Any]],
+        best: BestCheckpoint | None,
     ) -> list[PlannedFile]:
         """Config, tokenizer, card, trainer state and trees: what the coordinator alone writes.
 
@@ -189,76 +185,144 @@ class SaveRun:
         """
         files: list[PlannedFile] = []
         huggingface = []
-        for key, model in captured.models.items():
+        for key in captured.models:
             prefix = captured.prefixes[key]
+            ties = ties_of(inventory, key)
             aux = collect_model_files(
                 state[key],
                 processing_class=processing_class if prefix == "" else None,
-                ties=model.ties,
+                ties=ties,
                 dtype_names=[leaf.dtype for leaf in inventory.sets[key].values()],
-                saved_names=[*inventory.sets[key], *model.ties],
+                saved_names=[*inventory.on_disk(key), *inventory.ties_on_disk(key, ties)],
             )
             self.notes += [f"{key}: {note}" for note in aux.notes]
-            if "config.json" in aux.files:
+            is_sliced = self.weight_files is WeightFiles.RANKS and prefix == ""
+            if "config.json" in aux.files and not is_sliced:
                 huggingface.append(key)
             for name, data in aux.files.items():
                 full = f"{prefix}/{name}" if prefix else name
                 files.append(document_file(full, data, "info"))
         trainer, notes = trainer_state(
-            global_step=self.step, epoch=manifest.epoch or 0.0, log_history=log_history
+            global_step=self.step,
+            epoch=manifest.epoch or 0.0,
+            log_history=log_history,
+            best=best,
         )
         self.notes += notes
         files.append(document_file("trainer_state.json", trainer, "info"))
         document = captured.document_bytes(self.talk.world_size)
         files.append(document_file(STATE_NAME, document, "state"))
-        manifest.models = model_entries(captured, huggingface)
+        manifest.models = model_entries(captured, inventory, huggingface)
         manifest.state = state_entries(captured)
         manifest.notes = list(self.notes)
         return files
 
     def run(
         self,
-        plan: FilesPlan,
         own: list[PlannedFile],
         manifest: Manifest | None,
         begin: Mapping[str, Any],
     ) -> SaveReport:
         """Stage, write, commit; collective. The coordinator has files of its `own`, and the
         manifest."""
-        files = [*plan.files, *own]
-        needed = sum(file.nbytes for file in files)
+        own, manifest = share_documents(self.talk, self.rules, own, manifest)
+        led = next((n for n, r in enumerate(self.rules) if r.leader == self.talk.rank), None)
+        needed = sum(file.nbytes for file in (*self.plans[led or 0].files, *own))
         checkpoint_id: str = begin["checkpoint_id"]
-        staging = StagingDirectory(
-            self.target,
-            unique=f"{checkpoint_id}-{self.target.name}",
-            owns=lambda path: _holds(path, checkpoint_id),
-        )
+        copy = LedCopy(self.target, checkpoint_id, self.options)
         with ExitStack() as stack:
-            with self._step("stage", needed):
-                if self.talk.is_coordinator:
-                    stack.enter_context(staging)
-                    self._create(staging.path, files)
-            with self._step("write", needed):
-                extents = self._write(staging.path, files, plan)
-            with self._step("commit", needed):
-                if manifest is not None:
-                    entries = self._digests(staging.path, files, extents)
-                    self._commit(staging, manifest, entries, replaces=begin["replaces"])
-        self._log(needed)
+            linked = self._link(stack, copy, led, manifest, needed)
+            files = [*self.plans[led or 0].files, *own]
+            self.events.tell(EventKind.STARTED, nbytes=share_nbytes(self.plans[led or 0], files))
+            with self._step("stage", needed - linked.nbytes):
+                if led is not None:
+                    if led > 0:
+                        copy.check_alike(replaces=begin["replaces"])
+                    copy.stage(stack, linked.to_create(files))
+            with self._learned(checkpoint_id):
+                with self._step("write", needed):
+                    extents = self._write(copy.directory, files, led)
+                    for number, found in linked.extents.items():
+                        extents[number] = found
+                    self._handed_over = True
+                self.written.set()
+
+                def complete() -> None:
+                    if manifest is not None:
+                        copy.complete(manifest, files, extents, self.phases)
+
+                self._commit(copy, complete, led, needed, replaces=begin["replaces"])
+        self.notes += copy.notes
+        self._told_all(needed, linked.nbytes)
         return SaveReport(
             path=self.target,
             step=self.step,
             checkpoint_id=checkpoint_id,
             nbytes=needed,
-            phases=dict(self.phases),
+            phases=dict(self.phases.seconds),
+            phase_nbytes=dict(self.phases.nbytes),
+            linked=linked.names,
+            linked_nbytes=linked.nbytes,
             notes=tuple(self.notes),
         )
+
+    def _link(
+        self,
+        stack: ExitStack,
+        copy: LedCopy,
+        led: int | None,
+        manifest: Manifest | None,
+        needed: int,
+    ) -> Linked:
+        """Link what an earlier checkpoint has, and plan to write the rest; collective."""
+        if self.unchanged is Unchanged.WRITE or not has_frozen_parts(self.plans[0]):
+            return Linked()
+        with self.phase("link"):
+            with together(self.talk, "open"), self._told(needed):
+                if led is not None:
+                    copy.open(stack)
+            linked = Linking(
+                talk=self.talk,
+                rules=self.rules,
+                plans=self.plans,
+                groups=self._groups,
+                options=self.options,
+                copy=copy,
+                led=led,
+                unchanged=self.unchanged,
+                told=lambda: self._told(needed),
+            ).link(manifest.parent_id if manifest is not None else None)
+        self.plans = [linked.unwritten(plan) for plan in self.plans]
+        if manifest is not None:
+            manifest.linked = list(linked.names)
+        return linked
 
     @contextmanager
     def _step(self, name: str, needed: int) -> Iterator[None]:
         """A phase that all ranks finish or fail together, its `OSError` told as what is left."""
         with together(self.talk, name), self.phase(name), self._told(needed):
             yield
+
+    @contextmanager
+    def _learned(self, checkpoint_id: str) -> Iterator[None]:
+        """When nobody says whether the checkpoint was committed, look for it on disk."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.talk.knows_outcome or not self._handed_over:
+                raise
+            for _ in range(_LOOKS):
+                if holds(self.target, checkpoint_id):
+                    self.notes.append(f"{self.target} was committed, though {error}")
+                    return
+                time.sleep(_PAUSE_S)
+            if self.talk.is_coordinator:
+                raise  # it renames the checkpoint itself, so it knows that it did not
+            raise SaveOutcomeUnknownError(
+                f"{self.target}: {error}; checkpoint {checkpoint_id} is not there, but the rename "
+                "may still be under way: list the run before going on",
+                path=self.target,
+            ) from error
 
     @contextmanager
     def _told(self, needed: int) -> Iterator[None]:
@@ -269,100 +333,67 @@ class SaveRun:
         except OSError as error:
             raise storage_error(error, self.target, needed_nbytes=needed) from error
 
-    def _create(self, directory: Path, files: Sequence[PlannedFile]) -> None:
-        for parent in sorted({file.name.rpartition("/")[0] for file in files} - {""}):
-            _make_below(directory, parent)
-        create_files([file.write_into(directory) for file in files], self.options)
-
     def _write(
-        self, directory: Path, files: Sequence[PlannedFile], plan: FilesPlan
+        self, directory: Path, files: Sequence[PlannedFile], led: int | None
     ) -> list[list[Extent]]:
-        """Write this rank's pieces; every rank's extents, file by file, at the coordinator."""
-        writes = [file.write_into(directory) for file in files]
-        own: dict[int, list[Extent]] = {}
-        with together(self.talk, "pieces"), self._told(sum(file.nbytes for file in files)):
-            busy = [number for number, file in enumerate(files) if file.pieces]
-            found = fill_files([writes[number] for number in busy], self.options)
-            own.update(zip(busy, found, strict=True))
-        exchanged = self._exchange(directory, plan)
-        for number, write in enumerate(writes):
-            own.setdefault(number, []).extend(exchanged.get(write.path, []))
-        packed = msgspec.msgpack.encode({n: pack_records(e) for n, e in own.items()})
-        extents: list[list[Extent]] = [[] for _ in files]
-        for rank, raw in enumerate(self.talk.gather("extents", packed)):
-            for number, records in msgspec.msgpack.decode(raw, type=dict[int, bytes]).items():
-                extents[number] += unpack_records(records, f"rank {rank}")
-        return extents
-
-    def _exchange(self, directory: Path, plan: FilesPlan) -> dict[Path, list[Extent]]:
-        if self.talk.world_size == 1:
-            return {}
-        writes = [exchange.write_into(directory) for exchange in plan.exchanges]
-        return exchange_and_write(writes, self.options, group=exchange_group(), rank=self.talk.rank)
-
-    def _digests(
-        self, directory: Path, files: Sequence[PlannedFile], extents: Sequence[list[Extent]]
-    ) -> list[FileEntry]:
-        entries, records = file_entries(files, extents)
-        self._write_document(directory / DIGESTS_NAME, records)
-        entries.append(
-            FileEntry(
-                name=DIGESTS_NAME, nbytes=len(records), role="state", digest=digest_of(records)
+        """Write this rank's part of every copy; the extents of all ranks for the one it leads."""
+        extents: list[list[Extent]] = []
+        for number, (rules, plan) in enumerate(zip(self.rules, self.plans, strict=True)):
+            write = RankWrite(
+                self.talk,
+                rules,
+                self.options,
+                directory,
+                label=str(number),
+                told=lambda: self._told(sum(file.nbytes for file in files)),
             )
-        )
-        return entries
-
-    def _write_document(self, path: Path, data: bytes) -> None:
-        if self.options.durability is Durability.DURABLE:
-            atomic.write_new_file(path, data)
-        else:
-            atomic.write_unsynced_file(path, data)
+            mine = files if number == led else plan.files
+            found = write.run(plan, mine, self._groups[number])
+            extents = found if number == led else extents
+        return extents
 
     def _commit(
         self,
-        staging: StagingDirectory,
-        manifest: Manifest,
-        entries: list[FileEntry],
+        copy: LedCopy,
+        complete: Callable[[], None],
+        led: int | None,
+        needed: int,
         *,
         replaces: bool,
     ) -> None:
-        manifest.files = entries
-        manifest.phases = dict(self.phases)
-        self._write_document(staging.path / MANIFEST_NAME, encode_manifest(manifest))
-        if replaces:
-            staging.commit_replacing()
-            return
-        if os.path.lexists(self.target):  # torn: it does not count, its data is kept
-            found = committed_at(self.target)
-            if found is not None:  # by another writer, before this one had the lease
-                raise taken(self.target, found)
-            place = move_to_incomplete(self.target.parent, self.target.name)
-            self.notes.append(f"{self.target} was no committed checkpoint; moved to {place}")
-        staging.commit()
+        """Publish: further copies first, then the coordinator's, whose name decides.
 
-    def _log(self, nbytes: int) -> None:
-        seconds = sum(self.phases.values())
+        All copies are complete before the first gets its name; when one cannot have it, those that
+        have theirs give it back.
+        """
+        is_further = led is not None and led > 0
+        try:
+            if len(self.rules) > 1:
+                with together(self.talk, "complete"), self._told(needed):
+                    complete()
+                with together(self.talk, "publish"), self._told(needed):
+                    if is_further:
+                        copy.publish(replaces=replaces)
+            with led_by_coordinator(self.talk, "commit"), self.phase("commit"), self._told(needed):
+                if self.talk.is_coordinator:
+                    complete()
+                    self.talk.claim()
+                    copy.publish(replaces=replaces)
+        except CheckpointError:
+            if is_further and self.talk.knows_outcome:
+                copy.withdraw()
+            raise
+
+    def _told_all(self, nbytes: int, linked: int) -> None:
+        """Log the save and tell of it."""
+        seconds = sum(self.phases.seconds.values())
         logger.info(
-            "step %d committed: %s, %s, %.2f s (%s), %s/s",
+            "step %d committed: %s, %s%s, %.2f s: %s",
             self.step,
             self.target,
             human(nbytes),
+            f" ({human(linked)} of it linked)" if linked else "",
             seconds,
-            ", ".join(f"{name} {value:.2f}" for name, value in self.phases.items()),
-            human(nbytes / max(seconds, 1e-9)),
+            phases_text(self.phases.seconds, self.phases.nbytes),
         )
-
-
-def _make_below(directory: Path, relative: str) -> None:
-    path = directory
-    for part in relative.split("/"):
-        path = path / part
-        if not path.is_dir():
-            fileops.make_directory(path)
-
-
-def _holds(path: Path, checkpoint_id: str) -> bool:
-    try:
-        return read_manifest(path).checkpoint_id == checkpoint_id
-    except CheckpointError:
-        return False
+        self.events.tell(EventKind.COMMITTED, seconds=seconds, nbytes=nbytes)

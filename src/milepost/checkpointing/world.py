@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from milepost._env import env_int
+from milepost._env import env_int, env_text
 from milepost.engine.rendezvous import Conversation, Rendezvous, Solo
+from milepost.storage.lease import Owner
 
 logger = logging.getLogger(__name__)
 
-_KEPT_CONVERSATIONS = 2
+_KEPT_CONVERSATIONS = 4  # when a fifth one begins, all ranks have left the first
 
 
 @dataclass(slots=True)
 class _World:
-    """What is kept for one default process group: its store, and a gloo group of our own."""
+    """What is kept for one default process group: its store, and a gloo group of our own.
+
+    `behind` are conversations that were handed over to a thread behind training, in order.
+    """
 
     store: Any
     group: Any = None
+    hosts: tuple[int, ...] = ()
     count: int = 0
     recent: list[Rendezvous] = field(default_factory=list)
+    behind: list[Rendezvous] = field(default_factory=list)
 
 
-_worlds: dict[int, _World] = {}
+_current: _World | None = None
 
 
 def is_distributed() -> bool:
@@ -35,18 +44,19 @@ def is_distributed() -> bool:
 
 
 def _world() -> _World:
-    default = dist.group.WORLD
-    if id(default) not in _worlds:
-        _worlds.clear()  # a process has one default group at a time
-        _worlds[id(default)] = _World(store=dist.distributed_c10d._get_default_store())
-    return _worlds[id(default)]
+    """The caller's thread alone asks: what goes on behind training may outlive the group."""
+    global _current
+    store = dist.distributed_c10d._get_default_store()
+    if _current is None or _current.store is not store:
+        _current = _World(store)  # a process has one default group at a time
+    return _current
 
 
 def converse() -> Conversation:
     """A new conversation of all ranks; collective in the sense that every rank makes the call.
 
     Calls pair up by their number, so every rank makes the same calls in the same order. Keys of a
-    conversation are deleted two conversations later, when everybody has read them.
+    conversation are deleted a few conversations later, when everybody has read them.
     """
     if not is_distributed():
         return Solo()
@@ -65,9 +75,62 @@ def converse() -> Conversation:
     return talk
 
 
+def hand_over(talk: Conversation) -> None:
+    """Let another thread go on with a conversation; its keys stay until `forget_behind`."""
+    if isinstance(talk, Rendezvous):
+        world = _world()
+        talk.hand_over()
+        world.recent.remove(talk)
+        world.behind.append(talk)
+
+
+def forget_behind(ended: Collection[Conversation]) -> None:
+    """Delete the keys of handed over conversations that have ended on all ranks."""
+    if not is_distributed():
+        return
+    world = _world()
+    for talk in [talk for talk in world.behind if talk in ended]:
+        world.behind.remove(talk)
+        talk.forget()
+
+
 def exchange_group() -> Any:
-    """The gloo group on which rows are exchanged; made at the first call, which is collective."""
+    """The gloo group of the exchange; made at the first call, which is collective."""
     world = _world()
     if world.group is None:
-        world.group = dist.new_group(backend="gloo")
+        limit = timedelta(seconds=env_int("MILEPOST_RANK_TIMEOUT_S"))
+        world.group = dist.new_group(backend="gloo", timeout=limit)
     return world.group
+
+
+def drop_exchange_group(group: Any) -> None:
+    """Forget a group after an exchange that failed; every rank does so, and makes a new one."""
+    if _current is not None and _current.group is group:
+        _current.group = None
+
+
+def host_numbers(talk: Conversation) -> tuple[int, ...]:
+    """The number of the host of each rank, in order of their lowest ranks; collective.
+
+    Asked once for each process group: a host is known by its name and boot id, or by
+    `MILEPOST_HOST_ID`.
+    """
+    world = _world()
+    if not world.hosts:
+        names = talk.gather("hosts", _host_id().encode())
+        numbers: dict[bytes, int] = {}
+        found = [numbers.setdefault(name, len(numbers)) for name in names]
+        told = json.dumps(found).encode() if talk.is_coordinator else None
+        world.hosts = tuple(json.loads(talk.broadcast("host-numbers", told)))
+    return world.hosts
+
+
+def host_name() -> str:
+    """What this host is called in messages."""
+    return env_text("MILEPOST_HOST_ID") or Owner.this_process().host
+
+
+def _host_id() -> str:
+    """What tells this host from others: a name alone may be given twice, or again after a boot."""
+    owner = Owner.this_process()
+    return env_text("MILEPOST_HOST_ID") or f"{owner.host} {owner.boot_id}"
