@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import milepost as mp
-from milepost.errors import CheckpointError, RankError
+from milepost.errors import CheckpointError
 from tests.manager.small_training import Training, same
 from tests.worlds import run_world
 
@@ -63,10 +62,9 @@ def fail_to_save(rank: int, world_size: int, run: Path) -> tuple[str, str]:
 @pytest.mark.case("C1.9")
 def test_an_error_of_rank_0_is_an_error_of_all(tmp_path: Path) -> None:
     (own, text), (other, told) = run_world(2, fail_to_save, tmp_path)
-    assert (own, other) == ("UnencodableError", "RankError")
-    assert "extra_state.where" in text
-    assert told.startswith("rank 0: ")
-    assert "extra_state.where" in told
+    assert (own, other) == ("UnencodableError", "UnencodableError")
+    assert text == told
+    assert text.startswith("rank 0: ") and "extra_state.where" in text
 
 
 def load_with_one_odd_rank(rank: int, world_size: int, run: Path) -> tuple[str, bool]:
@@ -75,7 +73,7 @@ def load_with_one_odd_rank(rank: int, world_size: int, run: Path) -> tuple[str, 
     with mp.CheckpointManager(run, layout=mp.Layout.TRIO) as manager:
         try:
             manager.load_checkpoint(training.model)
-        except (RankError, mp.errors.MismatchError) as error:
+        except mp.errors.ShapeMismatchError as error:
             return type(error).__name__, same(before, training.values())
     return "none", False
 
@@ -84,30 +82,22 @@ def load_with_one_odd_rank(rank: int, world_size: int, run: Path) -> tuple[str, 
 def test_when_one_rank_cannot_load_none_does(tmp_path: Path) -> None:
     run_world(2, train_and_save, tmp_path)
     results = run_world(2, load_with_one_odd_rank, tmp_path)
-    assert results == [("RankError", True), ("ShapeMismatchError", True)]
+    assert results == [("ShapeMismatchError", True)] * 2
 
 
-def shard_and_save(rank: int, world_size: int, run: Path) -> list[str]:
+def shard_and_save(rank: int, world_size: int, run: Path) -> str:
     training = Training()
-    mesh = init_device_mesh("cpu", (world_size,))
-    fully_shard(training.model, mesh=mesh)
-    texts = []
+    fully_shard(training.model, mesh=init_device_mesh("cpu", (world_size,)))
     with mp.CheckpointManager(run, layout=mp.Layout.TRIO) as manager:
-        calls: list[Any] = [
-            lambda: manager.save_checkpoint(0, training.model, loss=0.5),
-            lambda: mp.CheckpointManager(run),
-        ]
-        for call in calls:
-            try:
-                call()
-            except CheckpointError as error:
-                texts.append(str(error))
-    return texts
+        try:
+            manager.save_checkpoint(0, training.model, loss=0.5)
+        except CheckpointError as error:
+            return str(error)
+    return "nothing"
 
 
 @pytest.mark.case("C2.11")
 def test_sharded_tensors_are_refused_on_every_rank(tmp_path: Path) -> None:
-    for sharded, directory in run_world(2, shard_and_save, tmp_path):
-        assert "0.weight: cut over ranks" in sharded, "on each rank"
-        assert "written by one process so far" in directory
+    for message in run_world(2, shard_and_save, tmp_path):
+        assert "0.weight: cut over ranks" in message
     assert not list(tmp_path.glob("*.safetensors"))

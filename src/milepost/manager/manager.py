@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import nn
+from typing import TYPE_CHECKING, Any, Generic, Literal, Unpack, cast, overload
 
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.in_flight import InFlight, SaveHandle
+from milepost.checkpointing.linking import Unchanged
 from milepost.checkpointing.load import RngRestore, Verify
 from milepost.checkpointing.load_request import Moments
 from milepost.checkpointing.report import LoadReport
-from milepost.checkpointing.save import Rng
-from milepost.checkpointing.save_run import SaveReport
+from milepost.checkpointing.save_async import Overlap
+from milepost.checkpointing.save_prepare import Rng
+from milepost.checkpointing.save_report import SaveReport
+from milepost.checkpointing.sidecars import Sidecars
 from milepost.checkpointing.target import OnExisting
-from milepost.checkpointing.world import is_distributed
+from milepost.engine.host_buffers import HostBuffers
 from milepost.engine.write import WriteOptions
 from milepost.errors import InvalidInputError
 from milepost.layouts.checkpoint import Layout
 from milepost.manager.best import BestMetric
-from milepost.manager.cadence import Begun, Cadence
-from milepost.manager.epochs import EpochRun, Finished
+from milepost.manager.epoch_calls import EpochCalls
+from milepost.manager.epochs import EpochRun
+from milepost.manager.mirror import Mirror, Mirroring
 from milepost.manager.resume import Resume, ResumeFrom, as_resume
 from milepost.manager.retention import RetentionPolicy
 from milepost.manager.save_policies import EveryNSteps, SavePolicy
-from milepost.manager.step_choice import nothing_there
-from milepost.manager.steps import StepRun, history_entry
-from milepost.manager.tenure import hold, take_lease
-from milepost.manager.trio_load import TrioState
+from milepost.manager.saving import ManagerOptions, SaveMode, Saving
+from milepost.manager.step_save import history_entry
+from milepost.manager.steps import StepRun
+from milepost.manager.tenure import hold, take
 from milepost.plan.parts import DEFAULT_PART_NBYTES
-from milepost.state.policies import ClassPolicy, DtypePolicy, Missing, ShapePolicy, Unexpected
+from milepost.state.policies import (
+    BlockPolicy,
+    ClassPolicy,
+    DtypePolicy,
+    Missing,
+    ShapePolicy,
+    Unexpected,
+)
 from milepost.storage.fileops import PathLike
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Saved = TypeVar("Saved", bound=SaveReport | SaveHandle, default=SaveReport)
+else:
+    from typing import TypeVar
+
+    Saved = TypeVar("Saved")
 
 GRACE_S = 30.0
 """How long schedulers wait between SIGTERM and SIGKILL, if nobody says otherwise."""
 
 
-class CheckpointManager:
+class CheckpointManager(EpochCalls, Generic[Saved]):
     """The checkpoints of one training, in one directory.
 
     With `Layout.DIRECTORY` a run consists of steps, `checkpoint-<step>`: `resume(state)` once,
@@ -58,8 +73,18 @@ class CheckpointManager:
     checkpoint. `verify` is what a resume in the directory layout proves before it touches anything.
     `grace_s` is how long this machine lets a job live after SIGTERM.
 
-    The manager holds the lease of the directory until `close` (or the end of its `with` block):
-    `RunInUseError` when another process has it. One thread uses it.
+    With `saving=Saving.ASYNC` (directory layout) a save returns a `SaveHandle` as soon as the state
+    may change, and the rest goes on behind training: the commit, and after it what counts by it
+    (retention, links, lineage, mirrors). `in_flight`, `overlap` and `buffers` are those of
+    `save_async`; what a signal asks for is never left out. A save that fails there is logged at
+    once and raised by the next `maybe_save`, `save`, `resume` or `close`, on every rank, and the
+    next step is due. Committed checkpoints are copied to `mirrors` in the background.
+
+    The manager holds the lease of the directory until `close` (or the end of its `with` block),
+    which waits for what is under way: `RunInUseError` when another job has it. One thread uses it.
+    On several ranks all of them make one and make the same calls; the coordinator (rank 0) alone
+    looks at the directory, decides, removes, and tells the others, and an error of one rank is
+    raised on all.
 
     >>> with CheckpointManager("run", save=EveryNSteps(500), keep=KeepLast(3)) as manager:
     ...     report = manager.resume(state)
@@ -67,6 +92,24 @@ class CheckpointManager:
     ...         loss = train_step(step)
     ...         manager.maybe_save(step, state, metrics={"loss": loss})  # doctest: +SKIP
     """
+
+    @overload
+    def __init__(
+        self: CheckpointManager[SaveReport],
+        directory: PathLike,
+        *,
+        saving: Literal[Saving.WAIT] = ...,
+        **options: Unpack[ManagerOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: CheckpointManager[SaveHandle],
+        directory: PathLike,
+        *,
+        saving: Literal[Saving.ASYNC],
+        **options: Unpack[ManagerOptions],
+    ) -> None: ...
 
     def __init__(
         self,
@@ -79,21 +122,30 @@ class CheckpointManager:
         best: BestMetric | None = BestMetric(),  # noqa: B008
         verify: Verify = Verify.DIGESTS,
         grace_s: float = GRACE_S,
+        saving: Saving = Saving.WAIT,
+        in_flight: InFlight = InFlight.WAIT,
+        overlap: Overlap = Overlap.NONE,
+        buffers: HostBuffers | None = None,
+        mirrors: Sequence[Mirror] = (),
         options: WriteOptions | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.layout, self._options = layout, options
-        rank, world_size = _rank_and_world()
-        wanted = as_resume(resume)
-        if wanted is Resume.MUST and not self.directory.is_dir():
-            raise nothing_there(self.directory)
+        mode = SaveMode(saving, in_flight, overlap, buffers)
+        mode.check(layout, mirrors)
+        wanted, policies = as_resume(resume), _as_list(keep)
         self._steps: StepRun | None = None
         self._epochs: EpochRun | None = None
-        policies = _as_list(keep)
         match layout:
-            case Layout.DIRECTORY if world_size == 1:
+            case Layout.DIRECTORY:
                 self._steps = StepRun(
-                    self.directory, keep=policies, resume=wanted, best=best, verify=verify
+                    self.directory,
+                    keep=policies,
+                    resume=wanted,
+                    best=best,
+                    verify=verify,
+                    mode=mode,
+                    mirroring=Mirroring(self.directory, mirrors, options),
                 )
             case Layout.TRIO:
                 self._epochs = EpochRun(
@@ -105,17 +157,15 @@ class CheckpointManager:
                     options=options,
                 )
             case _:
-                raise InvalidInputError(_why_not(layout, world_size))
-        lease = take_lease(self.directory) if rank == 0 else None
-        try:
-            self._cadence = Cadence(save, grace_s)
-        except BaseException:
-            if lease is not None:
-                lease.__exit__(None, None, None)
-            raise
-        self._tenure = hold(self, lease, self._cadence.listener)
+                raise InvalidInputError(
+                    f"layout={layout}: a manager keeps Layout.DIRECTORY or Layout.TRIO"
+                )
+        lease, self._cadence = take(self.directory, wanted, mirrors, save, grace_s, saving)
+        self._tenure = hold(self, lease, self._cadence)
+        if self._steps is not None:
+            self._steps.saver.took = self._cadence.took
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> CheckpointManager[Saved]:
         return self
 
     def __exit__(
@@ -124,11 +174,27 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        failure = self._end()
+        if failure is not None and error is None:
+            raise failure
 
     def close(self) -> None:
-        """Give back the lease and the signals. A second call does nothing."""
-        self._tenure()
+        """Finish the save and the copies under way, give back the lease and the signals.
+
+        Raises what a save failed with behind training, if nobody was told. After SIGTERM nothing is
+        waited for beyond `grace_s`. A second call does nothing.
+        """
+        failure = self._end()
+        if failure is not None:
+            raise failure
+
+    def _end(self) -> BaseException | None:
+        try:
+            if self._steps is None or not self._tenure.alive:
+                return None
+            return self._steps.saver.finish(self._cadence.seconds_left)
+        finally:
+            self._tenure()
 
     # ---- when
 
@@ -137,7 +203,8 @@ class CheckpointManager:
         """Whether SIGTERM came, and the save that it asks for is done: leave the loop.
 
         In a loop that calls `maybe_save` it is true after that save, never before; in one that
-        does not, at once. Needs `OnSignal` in the save policy.
+        does not, at once. On several ranks it is true on all of them after the save that follows a
+        SIGTERM of any. Needs `OnSignal` in the save policy.
         """
         return self._cadence.stop_requested
 
@@ -155,7 +222,7 @@ class CheckpointManager:
 
     # ---- steps (directory layout)
 
-    def maybe_save(self, step: int, state: State, **options: Any) -> SaveReport | None:
+    def maybe_save(self, step: int, state: State, **options: Any) -> Saved | None:
         """`save` with the same keywords when the save policy wants it; None when not."""
         if not self.should_save(step):
             return None
@@ -177,8 +244,12 @@ class CheckpointManager:
         rng: Rng = Rng.INCLUDE,
         on_existing: OnExisting = OnExisting.ERROR,
         max_shard_size: int | str = DEFAULT_PART_NBYTES,
-    ) -> SaveReport:
+        sidecars: Sidecars | None = None,
+        unchanged: Unchanged = Unchanged.LINK_VERIFIED,
+    ) -> Saved:
         """Write `checkpoint-<step>`, as `milepost.save` does, then remove what `keep` lets go.
+
+        Returns a `SaveReport`, with `Saving.ASYNC` a `SaveHandle`, whose `wait` gives the report.
 
         `latest` and `best` are made to point to the newest and the best, for people. `metrics` are
         kept in the manifest, and with `log` in `trainer_state.json`. Trouble after the commit is a
@@ -190,24 +261,21 @@ class CheckpointManager:
                 f"step {step}: save() in the middle of a gradient accumulation, whose gradients "
                 "would be lost; call maybe_save(), or save after the optimizer's step"
             )
-        begun = self._begin(step)
-        report = run.save(
-            step,
-            state,
-            {
-                "metrics": metrics,
-                "epoch": epoch,
-                "model_config": model_config,
-                "processing_class": processing_class,
-                "primary": primary,
-                "rng": rng,
-                "on_existing": on_existing,
-                "max_shard_size": max_shard_size,
-                "options": self._options,
-            },
-        )
-        self._cadence.end(step, begun)
-        return report
+        options = {
+            "metrics": metrics,
+            "epoch": epoch,
+            "model_config": model_config,
+            "processing_class": processing_class,
+            "primary": primary,
+            "rng": rng,
+            "on_existing": on_existing,
+            "max_shard_size": max_shard_size,
+            "sidecars": sidecars,
+            "unchanged": unchanged,
+            "options": self._options,
+        }
+        with self._saving(step) as turn:
+            return cast("Saved", run.saver.save(step, state, options, turn))
 
     def resume(
         self,
@@ -219,6 +287,7 @@ class CheckpointManager:
         shape: ShapePolicy = ShapePolicy.ERROR,
         optimizer_class: ClassPolicy = ClassPolicy.ERROR,
         moments: Moments = Moments.RESTORE,
+        blocks: BlockPolicy = BlockPolicy.ERROR,
         model_config: Any = None,
         primary: str | None = None,
         rng: RngRestore = RngRestore.NOW,
@@ -228,7 +297,7 @@ class CheckpointManager:
         A newer checkpoint that is proven damaged is passed over, with a warning, and named in
         `report.passed_over`; the run goes on in a new generation, which supersedes it. What cannot
         be read is tried again, then raised. When nothing of what is there can be used, that is an
-        error, never a fresh run.
+        error, never a fresh run. A copy in a mirror is taken where the run has nothing as new.
 
         Random state is set at the end. When the loop makes an iterator of a data loader afterwards,
         that draws from it: call `report.restore_rng()` once the first iterator exists.
@@ -242,6 +311,7 @@ class CheckpointManager:
                 "shape": shape,
                 "optimizer_class": optimizer_class,
                 "moments": moments,
+                "blocks": blocks,
                 "model_config": model_config,
                 "primary": primary,
                 "rng": rng,
@@ -254,12 +324,12 @@ class CheckpointManager:
     def log(self, step: int, values: Mapping[str, Any], *, epoch: float | None = None) -> None:
         """Add an entry to the history that later saves write into `trainer_state.json`."""
         run = self._step_run("log", "the metrics of save_checkpoint")
-        run.log_history.append(history_entry(step, epoch, values))
+        run.saver.log(history_entry(step, epoch, values))
 
     @property
     def log_history(self) -> list[dict[str, Any]]:
         """What was logged in this run, before the resume too."""
-        return [] if self._steps is None else list(self._steps.log_history)
+        return [] if self._steps is None else list(self._steps.saver.log_history)
 
     def _step_run(self, called: str, instead: str) -> StepRun:
         if self._steps is None:
@@ -269,87 +339,6 @@ class CheckpointManager:
             )
         return self._steps
 
-    # ---- epochs (trio layout)
-
-    def save_checkpoint(
-        self,
-        epoch: int,
-        model: nn.Module,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        loss: Any = None,
-        extra_state: dict[str, Any] | None = None,
-        model_config: Any = None,
-        *,
-        metrics: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Save the finished epoch (zero-based) as `latest`, as `best` when it is, and numbered.
-
-        The files are written once and published under all names as one change; when this returns
-        they are durable, on every rank. Collective where torch.distributed is initialised: rank 0
-        writes whole tensors, sharded ones are refused, and an error of one rank is raised on all.
-        A loss that is not finite never becomes best.
-        """
-        run = self._epoch_run("save_checkpoint", "save")
-        begun = self._begin(epoch + 1)
-        run.save(
-            TrioState(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler),
-            Finished(
-                epoch=epoch,
-                loss=loss,
-                extra_state=extra_state,
-                model_config=model_config,
-                metrics=metrics or {},
-            ),
-            replace(self._cadence.context(epoch + 1), last_saved_step=None),
-        )
-        self._cadence.end(epoch + 1, begun)
-
-    def load_checkpoint(
-        self,
-        model: nn.Module,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        device: torch.device | str | None = None,
-        expected_model_config: Any = None,
-    ) -> tuple[int, float]:
-        """Fill live objects from what `resume` says: (the epoch to begin, the best loss so far).
-
-        (0, inf) for a fresh run. `latest` when it is intact, else the newest that is, with a
-        warning; legacy `.pt` files too. All is checked before anything changes:
-        `ConfigMismatchError`, `KeyMismatchError`, `ShapeMismatchError` and other `MismatchError`s
-        leave everything as it was. Moments follow parameter names. Tensors are filled where they
-        are; `device` is accepted and not needed. Random state is set at the end. Collective.
-        """
-        state = TrioState(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
-        result = self._epoch_run("load_checkpoint", "resume").load(state, expected_model_config)
-        self._cadence.stands_at(None)
-        return result
-
-    @property
-    def best_loss(self) -> float:
-        """The smallest finite loss so far, of a loaded checkpoint too; inf before."""
-        return math.inf if self._epochs is None else self._epochs.best_loss
-
-    @property
-    def loaded_extra_state(self) -> Any:
-        """The `extra_state` of the checkpoint that was loaded."""
-        return None if self._epochs is None else self._epochs.loaded_extra_state
-
-    @property
-    def checkpoints_saved(self) -> list[Path]:
-        """The numbered epochs on disk, oldest first, those of earlier processes too."""
-        return [] if self._epochs is None else self._epochs.checkpoints_saved
-
-    def _epoch_run(self, called: str, instead: str) -> EpochRun:
-        if self._epochs is None:
-            raise InvalidInputError(
-                f"{called}() is for layout=Layout.TRIO; this manager keeps steps: use {instead}()"
-            )
-        return self._epochs
-
     # ---- both
 
     @property
@@ -358,15 +347,6 @@ class CheckpointManager:
         run = self._steps or self._epochs
         return None if run is None else run.load_report
 
-    def _begin(self, step: int) -> Begun:
-        if not self._tenure.alive:
-            raise InvalidInputError(f"step {step}: this manager is closed; make a new one")
-        return self._cadence.begin()
-
-
-def _rank_and_world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
 
 def _as_list(
     keep: RetentionPolicy | Sequence[RetentionPolicy] | None,
@@ -374,12 +354,3 @@ def _as_list(
     if keep is None:
         return []
     return list(keep) if isinstance(keep, Sequence) else [keep]
-
-
-def _why_not(layout: Layout, world_size: int) -> str:
-    if layout is Layout.DIRECTORY:
-        return (
-            f"the directory layout is written by one process so far, torch.distributed has "
-            f"{world_size}; use layout=Layout.TRIO for whole tensors"
-        )
-    return f"layout={layout}: a manager keeps Layout.DIRECTORY or Layout.TRIO"

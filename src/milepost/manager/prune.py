@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -34,7 +35,8 @@ class PruneMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """A checkpoint that goes. `nbytes` is what that frees: files with other names stay on disk."""
+    """A checkpoint that goes. `nbytes` is what that frees: files that a later checkpoint links, or
+    anybody else, stay on disk until their last name goes."""
 
     entry: RunEntry
     nbytes: int
@@ -148,11 +150,12 @@ def _planned(
     reasons = reasons_to_keep(
         listing, policies, pinned=pinned, protect=protect, superseded=superseded, now=now
     )
+    gone: Counter[tuple[int, int]] = Counter()
     return PruneReport(
         run=listing.run,
         mode=mode,
         removed=tuple(
-            Removal(entry=entry, nbytes=_nbytes_freed(entry.path))
+            Removal(entry=entry, nbytes=_nbytes_freed(entry.path, gone))
             for entry in listing.committed
             if entry.step not in reasons
         ),
@@ -187,7 +190,13 @@ def _removed(report: PruneReport) -> PruneReport:
     )
 
 
-def _nbytes_freed(path: Path) -> int:
-    """Bytes of the files below `path` that have no other name."""
-    found = [place.lstat() for place in path.rglob("*") if not place.is_dir()]
-    return sum(status.st_size for status in found if status.st_nlink == 1)
+def _nbytes_freed(path: Path, gone: Counter[tuple[int, int]]) -> int:
+    """Bytes of the files below `path` whose last name goes; `gone` counts names by file."""
+    freed = 0
+    for place in path.rglob("*"):
+        if not place.is_dir():
+            status = place.lstat()
+            file = status.st_dev, status.st_ino
+            gone[file] += 1
+            freed += status.st_size if gone[file] == status.st_nlink else 0
+    return freed

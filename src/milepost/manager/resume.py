@@ -9,8 +9,15 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from milepost.errors import DamagedError, ExistsError, NotFoundError, StorageError
-from milepost.layouts.checkpoint import Checkpoint, Severity
+from milepost.errors import (
+    DamagedError,
+    ExistsError,
+    NotFoundError,
+    RankError,
+    StorageError,
+)
+from milepost.layouts.checkpoint import Checkpoint, Severity, VerifyReport
+from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.storage.fileops import PathLike
 
 T = TypeVar("T")
@@ -48,7 +55,7 @@ def patiently(action: Callable[[], T], path: Path) -> T:
         try:
             return action()
         except OSError as error:
-            if isinstance(error, NotFoundError | ExistsError):  # answers, not failures
+            if isinstance(error, NotFoundError | ExistsError | RankError):  # answers, not failures
                 raise
             if attempt == ATTEMPTS - 1:
                 if isinstance(error, StorageError):
@@ -64,10 +71,13 @@ def patiently(action: Callable[[], T], path: Path) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def require_sound(checkpoint: Checkpoint, threads: int) -> None:
-    """Recompute every digest. `DamagedError` for wrong bytes, `OSError` for what cannot be read."""
-    report = checkpoint.verify(threads=threads)
-    if report.ok:
+def require_sound(checkpoint: Checkpoint, threads: int, share: tuple[int, int] = (0, 1)) -> None:
+    """Recompute every digest. `DamagedError` for wrong bytes, `OSError` for what cannot be read.
+
+    `share` is (rank, world size): together the ranks hash every byte of a directory once.
+    """
+    report = _verified(checkpoint, threads, share)
+    if report is None or report.ok:
         return
     errors = [problem for problem in report.problems if problem.severity is Severity.ERROR]
     directory = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -77,6 +87,15 @@ def require_sound(checkpoint: Checkpoint, threads: int) -> None:
         f"{checkpoint.path}: {len(texts)} things are wrong: {'; '.join(texts[:3])}",
         path=checkpoint.path,
     )
+
+
+def _verified(checkpoint: Checkpoint, threads: int, share: tuple[int, int]) -> VerifyReport | None:
+    rank, world_size = share
+    if world_size > 1 and isinstance(checkpoint, DirectoryCheckpoint):
+        from milepost.layouts.directory_verify import verify_directory
+
+        return verify_directory(checkpoint, threads=threads, on_bytes=None, share=share)
+    return checkpoint.verify(threads=threads) if rank == 0 else None
 
 
 def read_through(paths: Iterable[Path]) -> None:

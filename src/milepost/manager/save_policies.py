@@ -16,6 +16,7 @@ class SaveContext:
 
     `last_saved_step` is the step of the last save or resume of this process, None before it, and
     `last_saved_s` its time, or when the manager was made. `signals` came since that save.
+    `saves_in_flight` have been begun behind training and not ended.
     """
 
     step: int
@@ -23,13 +24,19 @@ class SaveContext:
     last_saved_s: float
     last_saved_step: int | None = None
     signals: frozenset[signal.Signals] = frozenset()
+    saves_in_flight: int = 0
 
 
 class SavePolicy(Protocol):
     """Says whether to save at a step."""
 
     def should_save(self, context: SaveContext) -> bool:
-        """Depends on nothing but `context`, and may be asked twice for one step."""
+        """Depends on nothing but `context`, and may be asked twice for one step.
+
+        On several ranks, each asks at every step as if no time had passed, no signal come and a
+        save been in flight; the coordinator alone asks, from a thread and now and then, with what
+        is true, and a yes makes all ranks save at one of the next steps.
+        """
         ...
 
 
@@ -60,6 +67,17 @@ class EveryNMinutes:
 
     def should_save(self, context: SaveContext) -> bool:
         return context.now_s - context.last_saved_s >= self.minutes * 60
+
+
+@dataclass(frozen=True, slots=True)
+class WhenIdle:
+    """Save when no save is in flight: the next begins when the last one is committed.
+
+    For `Saving.ASYNC`: as many checkpoints as the storage takes, and never two at once.
+    """
+
+    def should_save(self, context: SaveContext) -> bool:
+        return context.saves_in_flight == 0 and context.step != context.last_saved_step
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -100,6 +118,13 @@ class AnyOf:
 
     def should_save(self, context: SaveContext) -> bool:
         return any(policy.should_save(context) for policy in self.policies)
+
+
+def counts_steps_only(policy: SavePolicy) -> bool:
+    """Whether every rank comes to the same answer by itself, since only the step matters."""
+    if isinstance(policy, AnyOf):
+        return all(counts_steps_only(inner) for inner in policy.policies)
+    return isinstance(policy, EveryNSteps)
 
 
 def signals_of(policies: Iterable[SavePolicy]) -> frozenset[signal.Signals]:

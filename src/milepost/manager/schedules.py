@@ -85,7 +85,9 @@ def schedule_notes(key: str, before: Mapping[str, Any], after: Mapping[str, Any]
         f"{key}: {name} is {after[name]!r:.60} as saved, not {value!r:.60} as it was made; set it "
         "after the load if the schedule is to change"
         for name, value in before.items()
-        if name in after and name not in _COUNTERS and _differ(value, after[name])
+        if name in after
+        and name.rpartition(".")[2] not in _COUNTERS
+        and _differ(value, after[name])
     ]
 
 
@@ -95,7 +97,14 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def settings_of(obj: Any) -> dict[str, Any]:
-    """The state of a scheduler of torch, to compare; empty for other objects."""
+    """The state of a scheduler of torch, to compare, with those it is made of; empty for others."""
     if not isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
         return {}
-    return copy.deepcopy(obj.state_dict())
+    return _flat(copy.deepcopy(obj.state_dict()))
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {f"{prefix}{name}": value for name, value in state.items() if name != "_schedulers"}
+    for number, inner in enumerate(state.get("_schedulers", ())):
+        found |= _flat(inner, f"{prefix}_schedulers[{number}].")
+    return found

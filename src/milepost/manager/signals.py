@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -38,9 +39,11 @@ class SignalListener:
             )
         self._guard = threading.Lock()
         self._pending: set[signal.Signals] = set()
-        self._seen: set[signal.Signals] = set()
+        self._seen_s: dict[signal.Signals, float] = {}
         self._closed = False
         self._signals = frozenset(signals)
+        self.on_arrival: Callable[[], None] | None = None
+        """Called after each signal, from the thread that reads them."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -59,11 +62,11 @@ class SignalListener:
         with self._guard:
             return frozenset(self._pending)
 
-    def seen(self, number: signal.Signals) -> bool:
-        """Whether this signal ever came."""
+    def seen_s(self, number: signal.Signals) -> float | None:
+        """When this signal came first, in seconds of `time.monotonic()`; None when it did not."""
         self._drain()
         with self._guard:
-            return number in self._seen
+            return self._seen_s.get(number)
 
     def clear(self, signals: Collection[signal.Signals]) -> None:
         """These signals were answered."""
@@ -100,14 +103,15 @@ class SignalListener:
     def _read_on(self) -> None:
         while not self._closed:
             select.select([self._reader], [], [])
-            self._drain()
+            if self.pending() and self.on_arrival is not None:
+                self.on_arrival()
 
     def _drain(self) -> None:
         with self._guard, suppress(BlockingIOError, OSError):
             raw = self._reader.recv(4096)
             came = {signal.Signals(byte) for byte in raw if byte in self._signals}
             self._pending |= came
-            self._seen |= came
+            self._seen_s = dict.fromkeys(came, time.monotonic()) | self._seen_s
             if self._earlier_fd >= 0 and raw.strip(b"\0"):
                 with socket.socket(fileno=os.dup(self._earlier_fd)) as earlier:
                     earlier.send(raw)

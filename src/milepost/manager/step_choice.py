@@ -41,7 +41,7 @@ def look_at_run(run: Path) -> RunListing | None:
 def newer_torn(listing: RunListing) -> list[TornEntry]:
     """Torn entries whose step is beyond the newest committed one."""
     newest = -1 if listing.newest is None else listing.newest.step
-    return [entry for entry in listing.torn if _step_of(entry) > newest]
+    return [entry for entry in listing.torn if step_of(entry) > newest]
 
 
 def _require_ruled_out(entry: TornEntry) -> None:
@@ -53,21 +53,19 @@ def _require_ruled_out(entry: TornEntry) -> None:
         return
 
 
-def _step_of(entry: TornEntry) -> int:
+def step_of(entry: TornEntry) -> int:
+    """The step that its name states."""
     match = STEP_NAME.fullmatch(entry.name)
     assert match is not None, "an entry of a run is called checkpoint-<step>"
     return int(match[1])
 
 
-def candidates(run: Path, listing: RunListing, resume: Resume) -> list[RunEntry]:
-    """The committed checkpoints that count, newest first; empty for a fresh run.
+def require_nothing(run: Path, listing: RunListing, resume: Resume) -> None:
+    """Return when a run without committed checkpoints is a fresh one.
 
     `NotCommittedError` when there are only torn or foreign ones, `NotFoundError` when there is
     nothing and `resume` demands something.
     """
-    current = list(reversed(listing.current))
-    if current:
-        return current
     found = [f"{entry.name} ({entry.reason})" for entry in listing.torn]
     found += [f"{name} (the trio layout)" for name in names_there(run)]
     if found:
@@ -79,7 +77,6 @@ def candidates(run: Path, listing: RunListing, resume: Resume) -> list[RunEntry]
         )
     if resume is Resume.MUST:
         raise nothing_there(run)
-    return []
 
 
 def nothing_there(run: Path) -> NotFoundError:

@@ -1,12 +1,20 @@
-"""What a manager holds while it lives: the lease of its directory, and signals."""
+"""What a manager holds while it lives: the lease of its directory, signals, helper threads."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
-from milepost.manager.signals import SignalListener
+from milepost.checkpointing.world import converse
+from milepost.engine.rendezvous import together
+from milepost.manager.cadence import Cadence
+from milepost.manager.mirror import Mirror
+from milepost.manager.resume import Resume
+from milepost.manager.save_policies import SavePolicy
+from milepost.manager.saving import Saving
+from milepost.manager.step_choice import nothing_there
 from milepost.storage.intent import finish_intent
 from milepost.storage.lease import RunLease
 from milepost.storage.space import storage_error
@@ -27,17 +35,44 @@ def take_lease(directory: Path) -> RunLease:
     return lease
 
 
+def take(
+    directory: Path,
+    resume: Resume | Path,
+    mirrors: Sequence[Mirror],
+    save: SavePolicy | None,
+    grace_s: float,
+    saving: Saving,
+) -> tuple[RunLease | None, Cadence]:
+    """The coordinator takes the lease, all ranks listen; or none of them does. Collective."""
+    lease: RunLease | None = None
+    cadence: Cadence | None = None
+    try:
+        with converse() as talk, together(talk, "manager"):
+            if talk.is_coordinator:
+                places = [directory, *(mirror.directory for mirror in mirrors)]
+                if resume is Resume.MUST and not any(place.is_dir() for place in places):
+                    raise nothing_there(directory)
+                lease = take_lease(directory)
+            cadence = Cadence(save, grace_s, talk, saving)
+    except BaseException:
+        if cadence is not None:
+            cadence.close()
+        if lease is not None:
+            lease.__exit__(None, None, None)
+        raise
+    return lease, cadence
+
+
 def hold(
-    owner: object, lease: RunLease | None, listener: SignalListener | None
-) -> weakref.finalize[[RunLease | None, SignalListener | None, int], object]:
+    owner: object, lease: RunLease | None, cadence: Cadence
+) -> weakref.finalize[[RunLease | None, Cadence, int], object]:
     """Give both back when the result is called, when `owner` is collected, or at the end."""
-    return weakref.finalize(owner, _release, lease, listener, os.getpid())
+    return weakref.finalize(owner, _release, lease, cadence, os.getpid())
 
 
-def _release(lease: RunLease | None, listener: SignalListener | None, pid: int) -> None:
+def _release(lease: RunLease | None, cadence: Cadence, pid: int) -> None:
     if os.getpid() != pid:  # a forked child holds nothing
         return
-    if listener is not None:
-        listener.close()
+    cadence.close()
     if lease is not None:
         lease.__exit__(None, None, None)
