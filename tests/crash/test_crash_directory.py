@@ -18,16 +18,8 @@ from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.run import list_run
 from milepost.manager.prune import PruneMode, prune_run
 from milepost.manager.retention import KeepLast
-from milepost.testing.faults import (
-    Ending,
-    Fault,
-    FaultPlan,
-    Operation,
-    lacking,
-    record,
-    run_with_fault,
-    standing_still,
-)
+from milepost.testing.faults import Ending, Fault, FaultPlan, Operation, lacking, record
+from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
 
@@ -222,7 +214,7 @@ def check_ending(attempt: Attempt, scenario: Scenario, found: Committed) -> None
     assert outcome.struck
     if fault.kills:
         assert outcome.ending is Ending.KILLED
-    elif fault in (Fault.EINTR, Fault.SHORT_WRITE):
+    elif fault in (Fault.EINTR, Fault.SHORT_WRITE, Fault.SLOW):
         assert outcome.ending is Ending.FINISHED
     if outcome.ending is Ending.FINISHED:
         assert found == scenario.states[-1]

@@ -10,16 +10,8 @@ from pathlib import Path
 import pytest
 
 from milepost.storage import atomic, fileops
-from milepost.testing.faults import (
-    Ending,
-    Fault,
-    FaultPlan,
-    lacking,
-    plans,
-    record,
-    run_with_fault,
-    standing_still,
-)
+from milepost.testing.faults import Ending, Fault, FaultPlan, lacking, plans, record
+from milepost.testing.forked import run_with_fault, standing_still
 
 DATA = b"0123456789"
 
@@ -81,8 +73,10 @@ def test_an_error_is_raised_in_the_action_and_reported(
     assert os.strerror(number) in outcome.message
 
 
-@pytest.mark.parametrize("fault", [Fault.EINTR, Fault.SHORT_WRITE])
-def test_an_interruption_or_a_short_write_is_no_error(tmp_path: Path, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [Fault.EINTR, Fault.SHORT_WRITE, Fault.SLOW])
+def test_an_interruption_a_short_write_or_a_slow_disk_is_no_error(
+    tmp_path: Path, fault: Fault
+) -> None:
     outcome = run_with_fault(
         lambda: atomic.write_new_file(tmp_path / "file", DATA), FaultPlan(1, fault)
     )

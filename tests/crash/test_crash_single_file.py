@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import milepost as mp
-from milepost.testing.faults import Ending, Fault, FaultPlan, Operation, run_with_fault
+from milepost.testing.faults import Ending, Fault, FaultPlan, Operation
+from milepost.testing.forked import run_with_fault
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
 
@@ -110,7 +111,7 @@ def checked(scenario: Scenario, matrix: CrashMatrix) -> Callable[[Attempt], None
         assert now in (scenario.before, scenario.after)
         if fault.kills:
             assert outcome.ending is Ending.KILLED
-        elif fault in (Fault.EINTR, Fault.SHORT_WRITE):
+        elif fault in (Fault.EINTR, Fault.SHORT_WRITE, Fault.SLOW):
             assert outcome.ending is Ending.FINISHED
         if outcome.ending is Ending.FINISHED:
             assert now == scenario.after

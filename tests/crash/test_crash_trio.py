@@ -15,16 +15,8 @@ import milepost as mp
 from milepost.errors import NotFoundError, RunInUseError
 from milepost.layouts.single_file import write_single_file
 from milepost.layouts.trio import TrioContent, remove_trio, trio_names, write_trio
-from milepost.testing.faults import (
-    Ending,
-    Fault,
-    FaultPlan,
-    Operation,
-    lacking,
-    record,
-    run_with_fault,
-    standing_still,
-)
+from milepost.testing.faults import Ending, Fault, FaultPlan, Operation, lacking, record
+from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
 
@@ -190,7 +182,7 @@ def check_ending(attempt: Attempt, scenario: Scenario, now: Found, before: set[s
     assert now in (scenario.before, scenario.after)
     if fault.kills:
         assert outcome.ending is Ending.KILLED
-    elif fault in (Fault.EINTR, Fault.SHORT_WRITE):
+    elif fault in (Fault.EINTR, Fault.SHORT_WRITE, Fault.SLOW):
         assert outcome.ending is Ending.FINISHED
     if outcome.ending is Ending.FINISHED:
         assert now == scenario.after

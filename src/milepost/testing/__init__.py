@@ -5,6 +5,8 @@ for attempt in matrix.attempts(matrix.plans(Fault)):
     assert what_was_committed_is_intact(attempt.root), attempt
 for loss, root in matrix.power_losses():
     assert what_was_committed_is_intact(root), loss
+
+`WorldCrashMatrix` does the same with an action of several ranks, each a process of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from milepost.testing.faults import (
     lacking,
     plans,
     record,
-    run_with_fault,
-    standing_still,
 )
+from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss, power_loss_states, tree_after
+from milepost.testing.ranks import RankFaultPlan, record_ranks
+from milepost.testing.world_matrix import WorldAttempt, WorldCrashMatrix
 
 __all__ = [
     "Attempt",
@@ -35,10 +38,14 @@ __all__ = [
     "Operation",
     "Outcome",
     "PowerLoss",
+    "RankFaultPlan",
+    "WorldAttempt",
+    "WorldCrashMatrix",
     "lacking",
     "plans",
     "power_loss_states",
     "record",
+    "record_ranks",
     "run_with_fault",
     "standing_still",
     "tree_after",

@@ -18,8 +18,8 @@ from milepost.testing.faults import (
     Outcome,
     plans,
     record,
-    run_with_fault,
 )
+from milepost.testing.forked import run_with_fault
 from milepost.testing.power import PowerLoss, power_loss_states, tree_after
 
 Place: TypeAlias = Callable[[Path], object]
@@ -50,9 +50,9 @@ class CrashMatrix:
 
     def __init__(self, prepare: Place, action: Place, *, scratch: PathLike) -> None:
         self.action = action
-        self.scratch = Path(scratch)
+        self.scratch = Path(scratch).absolute()
         self._recorded = self.scratch / "recorded"
-        self._recorded.mkdir()
+        self._recorded.mkdir(parents=True)
         prepare(self._recorded)
         self.before = DirectoryTree.of(self._recorded)
         shutil.rmtree(self._recorded)
@@ -101,9 +101,23 @@ class CrashMatrix:
         See `power_loss_states`. Each directory is removed when the next one is asked for.
         """
         recorded = self.operations if operations is None else operations
-        losses = power_loss_states(recorded, self.before, first=first, samples=samples, seed=seed)
-        for loss in losses:
-            root = self.scratch / "after-a-power-cut"
-            loss.tree.write_to(root)
-            yield loss, root
-            shutil.rmtree(root)
+        yield from disks_after(
+            recorded, self.before, self.scratch, first=first, samples=samples, seed=seed
+        )
+
+
+def disks_after(
+    operations: Sequence[Operation],
+    before: DirectoryTree,
+    scratch: Path,
+    *,
+    first: int = 0,
+    samples: int = 2,
+    seed: int = 0,
+) -> Iterator[tuple[PowerLoss, Path]]:
+    """Each state of `power_loss_states`, written out in `scratch` until the next is asked for."""
+    for loss in power_loss_states(operations, before, first=first, samples=samples, seed=seed):
+        root = scratch / "after-a-power-cut"
+        loss.tree.write_to(root)
+        yield loss, root
+        shutil.rmtree(root)
