@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from milepost.checkpointing.lineage import Lineage
 from milepost.checkpointing.save import save
-from milepost.checkpointing.save_run import Lineage
 from milepost.cli.app import make_app
 from milepost.engine.write import Durability, WriteOptions
 

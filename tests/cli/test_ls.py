@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from milepost.checkpointing.save_run import Lineage
+from milepost.checkpointing.lineage import Lineage
 from milepost.layouts.trio import TrioContent, write_trio
 from tests.cli.conftest import Make, Milepost
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from milepost.checkpointing.save_run import Lineage
+from milepost.checkpointing.lineage import Lineage
 from milepost.layouts.run import list_run
 from milepost.storage import fileops
 from tests.cli.conftest import Make, Milepost

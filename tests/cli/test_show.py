@@ -11,6 +11,7 @@ import torch
 
 from milepost.checkpointing.save import save
 from milepost.layouts.trio import TrioContent, write_trio
+from milepost.plan import parts
 from tests.cli.conftest import QUICK, Make, Milepost
 
 READ_BY = """
@@ -47,6 +48,19 @@ def test_state_sizes_dtypes_and_origin_are_shown(make: Make, milepost: Milepost)
     assert "200 parameters in 3 tensors" in out
     assert "head.weight = embed.weight" in out
     assert all(len(line) <= 80 for line in out.split("\n")[1:])
+
+
+def test_files_that_were_linked_are_named(
+    tmp_path: Path, milepost: Milepost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "FROZEN_NBYTES", 1)
+    model = torch.nn.Linear(4, 4)
+    model.weight.requires_grad_(False)
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint-{step}", {"model": model}, step=step, options=QUICK)
+    name = "model-00001-of-00002.safetensors"
+    assert milepost("show", tmp_path / "checkpoint-2", "--json").json()["linked"] == [name]
+    assert f"linked {name}" in " ".join(milepost("show", tmp_path / "checkpoint-2").out.split())
 
 
 def test_every_tensor_is_listed_when_asked(make: Make, milepost: Milepost) -> None:

@@ -25,7 +25,7 @@ from milepost.errors import (
 from milepost.layouts.trio import TrioContent, write_trio
 from milepost.state.tensors import same_bits
 from milepost.storage.lease import RunLease
-from milepost.testing.faults import standing_still
+from milepost.testing.forked import standing_still
 from milepost.tools.migrate import (
     Backup,
     Existing,

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from milepost.checkpointing.phases_text import phases_text
 from milepost.cli.answer import Answer
 from milepost.cli.text import age, counted, human, metrics_text, number, pairs, table
 from milepost.errors import CheckpointError
@@ -34,7 +35,7 @@ def show_answer(path: Path, *, detail: Detail = Detail.SUMMARY) -> Answer:
     document = _document(checkpoint)
     if detail is Detail.TENSORS:
         document["tensors"] = [
-            *(_tensor(*item, "weights") for item in checkpoint.tensors().items()),
+            *(_tensor(*item, "weights") for item in _weights(checkpoint).items()),
             *(_tensor(*item, "state") for item in _state_tensors(checkpoint).items()),
         ]
     return Answer(document=document, show=partial(_show, document=document))
@@ -58,7 +59,7 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
         "metrics": info.metrics,
         "nbytes": checkpoint.nbytes,
         "nbytes_by_role": _by_role(checkpoint),
-        "weights": _summary(checkpoint.tensors()),
+        "weights": _summary(_weights(checkpoint)),
         "tied": checkpoint.tied,
         "models": _models(checkpoint),
         "state": _state(checkpoint),
@@ -70,6 +71,13 @@ def _document(checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         **info.extra,
     }
+
+
+def _weights(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
+    """What lies in the files, slices per rank as well."""
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        return checkpoint.weights().listed if checkpoint.manifest.models else {}
+    return checkpoint.tensors()
 
 
 def _by_role(checkpoint: Checkpoint) -> dict[str, int]:
@@ -103,7 +111,8 @@ def _models(checkpoint: Checkpoint) -> dict[str, Any]:
         key: {
             "directory": entry.prefix or ".",
             "hugging_face": entry.huggingface,
-            **_summary(checkpoint.weights(key).tensors),
+            "sliced": checkpoint.weights(key).is_ep_sharded,
+            **_summary(checkpoint.weights(key).listed),
         }
         for key in checkpoint.model_keys()
         for entry in [checkpoint.model_entry(key)]
@@ -224,6 +233,7 @@ def _model_text(summary: Mapping[str, Any]) -> str:
         place = "at the root" if summary["directory"] == "." else f"in {summary['directory']}/"
         text += f"; {place}"
         text += ", loads with from_pretrained" if summary["hugging_face"] else ""
+        text += ", slices per rank: milepost merge-ep-shards" if summary["sliced"] else ""
     return text
 
 
@@ -251,9 +261,12 @@ def _origin(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("host", str(provenance.get("host") or "")))
     rows.append(("seeds", _values(provenance.get("seeds"))))
     rows.append(("packages", _values(provenance.get("packages"))))
+    rows.append(("topology", _values(document.get("fingerprint"))))
+    rows.append(("stages", _stages(document.get("pp_stage_partition"))))
     rows.append(("exactness", _values(document.get("exactness"))))
-    phases = document.get("phases") or {}
-    rows.append(("save", ", ".join(f"{name} {s:.2f} s" for name, s in phases.items())))
+    moved = document.get("phase_nbytes") or {}
+    rows.append(("save", phases_text(document.get("phases") or {}, moved)))
+    rows.append(("linked", ", ".join(document.get("linked") or ())))
     rows += [("note", str(note)) for note in document.get("notes") or ()]
     return rows
 
@@ -262,6 +275,20 @@ def _values(values: Any) -> str:
     if not isinstance(values, Mapping):
         return ""
     return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def _stages(partition: Any) -> str:
+    """Layers of each pipeline stage, `model: 0 to 16 | 16 to 32`, the end exclusive."""
+    if not isinstance(partition, Mapping):
+        return ""
+    texts = []
+    for key, stages in partition.items():
+        spans = [
+            " and ".join(f"{a} to {b}" for a, b in zip(s[::2], s[1::2], strict=True))
+            for s in stages
+        ]
+        texts.append(f"{key}: {' | '.join(span or 'none' for span in spans)}")
+    return ", ".join(texts)
 
 
 def _show_tensors(console: Console, tensors: Sequence[Mapping[str, Any]]) -> None:

@@ -151,6 +151,7 @@ def _state_files(
         )
     source = checkpoint.manifest
     manifest.state, manifest.exactness, manifest.mesh = source.state, source.exactness, source.mesh
+    manifest.fingerprint = source.fingerprint
     manifest.models |= {key: e for key, e in source.models.items() if key not in manifest.models}
     own = {info.file for info in checkpoint.tensors().values()}
     tensors = checkpoint.weights()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from milepost.errors import CheckpointError, InvalidInputError, NotFoundError
 from milepost.format.manifest import MANIFEST_NAME
+from milepost.layouts.dcp_metadata import METADATA_NAME
 from milepost.layouts.trio_names import (
     EXTRA_STATE_SUFFIX,
     LEGACY_SUFFIX,
@@ -226,6 +227,8 @@ class _Finder:
 def _checkpoint_kind(path: Path) -> str | None:
     if (path / MANIFEST_NAME).is_file():
         return "a checkpoint directory"
+    if (path / METADATA_NAME).is_file():
+        return "a directory of torch's distributed checkpoint"
     return "a Hugging Face model" if (path / "config.json").is_file() else None
 
 
