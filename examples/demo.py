@@ -5,7 +5,8 @@
 SmolLM2-135M (from its PyPI wheel) is fine-tuned on real English text on the CPU, twice: once
 without a stop, and once with a SIGKILL in the middle of a save. The second run is started again
 with the same command and must end with every weight, every optimizer moment and every loss equal to
-the first, bit by bit. The result is then loaded with transformers and talks.
+the first, bit by bit. The result is then loaded with transformers and talks. The second act
+(`demo_meshes.py`) moves a small model from FSDP2 to tensor parallelism to one process.
 """
 
 from __future__ import annotations
@@ -22,22 +23,14 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from demo_meshes import run_second_act
+from demo_tools import DemoFailedError, console, milepost, say
 
 SAVE_EVERY = 12
 KILL_AFTER_NBYTES = 100 * 2**20
 WORKER = Path(__file__).with_name("finetune_smollm2.py")
-console = Console(highlight=False, soft_wrap=True)
-
-
-class DemoFailedError(Exception):
-    """The demo did not show what it promises."""
-
-
-def say(title: str, why: str) -> None:
-    console.print(f"\n[bold]{title}[/bold]")
-    console.print(f"[dim]{why}[/dim]")
 
 
 def start_worker(base: Path, run: Path, steps: int) -> subprocess.Popen[str]:
@@ -108,15 +101,6 @@ def kill_during_save(process: subprocess.Popen[str], run: Path, step: int) -> No
         raise DemoFailedError(f"the kill came too late: checkpoint-{step} was committed already")
     if not list(run.glob(f".milepost-staging-*checkpoint-{step}")):
         raise DemoFailedError("the kill missed the save: nothing was left behind")
-
-
-def milepost(*arguments: str) -> None:
-    console.print(f"  $ milepost {' '.join(arguments)}")
-    command = [sys.executable, "-m", "milepost", *arguments]
-    result = subprocess.run(command, text=True, capture_output=True, check=False)
-    console.print(result.stdout.rstrip(), markup=False)
-    if result.returncode != 0:
-        raise DemoFailedError(f"milepost {arguments[0]} failed: {result.stderr[-2000:]}")
 
 
 def losses_of(run: Path) -> dict[int, str]:
@@ -260,6 +244,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         run_demo(directory, arguments.steps)
+        run_second_act(directory / "meshes")
     except DemoFailedError as error:
         console.print(f"[bold red]demo failed:[/bold red] {error}")
         return 1

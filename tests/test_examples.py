@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from milepost.checkpointing import load_checkpoint
 from tests.states import same
 
@@ -53,3 +55,15 @@ def test_the_decoder_resumes_and_ends_like_one_that_never_stopped(tmp_path: Path
         assert same(load_checkpoint(run / name), load_checkpoint(whole / name))
     best = load_checkpoint(run / "best.pt")
     assert best["val_loss"] == best["best_loss"] == final["best_loss"]
+
+
+@pytest.mark.slow
+def test_the_second_act_moves_a_run_over_three_meshes_and_recites() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo_meshes.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Beautiful is better than ugly." in done.stdout

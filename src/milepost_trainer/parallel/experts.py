@@ -1,0 +1,194 @@
+"""Expert parallelism: whole experts on each rank (EP), cut ones (ETP), or both.
+
+The ranks of a group `(ep, etp)` hold different tokens. Each (token, expert) pair travels to the
+`etp` ranks that hold the slices of that expert, in one all-to-all; the partial results come back
+in another one and are summed where the token is. So it makes no difference where tokens come
+from: data-, context- or tensor-parallel ranks, or a microbatch of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that hold fused experts, with their names."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and hasattr(module, "num_experts"):
+            yield name, module
+
+
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    """Cuts the experts over `mesh`, `(ep, etp)`, and sends tokens to them.
+
+    `tp_mesh` is the group of ranks that hold the same tokens. Raises `ValueError` when experts do
+    not fit.
+    """
+    found = list(expert_modules(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no fused experts: use ep=1 and etp=1")
+    group = (
+        mesh._flatten("ep_etp").get_group() if mesh["etp"].size() > 1 else mesh["ep"].get_group()
+    )
+    for name, module in found:
+        _cut(name, module, mesh)
+        _Dispatch(module, group, tp_mesh, copies=mesh["etp"].size()).install()
+
+
+def _cut(name: str, module: Any, mesh: DeviceMesh) -> None:
+    ep, etp = mesh["ep"].size(), mesh["etp"].size()
+    if module.num_experts % ep:
+        raise ValueError(f"ep={ep} must divide the {module.num_experts} experts of {name}")
+    for param_name, param in list(module.named_parameters(recurse=False)):
+        dim = _inner_dim(name, param_name, param, etp) if etp > 1 else None
+        placements = [Shard(0), *([dim] if dim is not None else [])]
+        view = mesh if etp > 1 else mesh["ep"]
+        sharded = distribute_tensor(param.detach(), view, placements, src_data_rank=None)
+        module.register_parameter(param_name, nn.Parameter(sharded, param.requires_grad))
+    module.num_experts //= ep
+
+
+def _inner_dim(name: str, param_name: str, param: torch.Tensor, etp: int) -> Any:
+    """How the `etp` ranks of an expert share a parameter: columns of gate and up, rows of down."""
+    cuts: dict[str, tuple[int, Any]] = {
+        "gate_up_proj": (1, _StridedShard(dim=1, split_factor=2)),
+        "down_proj": (2, Shard(2)),
+    }
+    if param_name not in cuts or param.ndim != 3:
+        raise ValueError(
+            f"{name}.{param_name} has no rule for expert tensor parallelism, which knows "
+            "gate_up_proj (experts, 2 x inner, hidden) and down_proj (experts, hidden, inner) "
+            "without biases: use etp=1"
+        )
+    dim, placement = cuts[param_name]
+    inner = param.shape[dim] // (2 if param_name == "gate_up_proj" else 1)
+    if inner % etp:
+        raise ValueError(f"etp={etp} must divide the inner size {inner} of {name}")
+    return placement
+
+
+class _Move(torch.autograd.Function):
+    """Sends rows to the ranks of a group, `sends[i]` of them to rank i; gradients come back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        sends: list[int],
+        receives: list[int],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        return _moved(rows, sends, receives, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _moved(gradients[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+
+
+def _moved(
+    rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    out = rows.new_empty((sum(receives), rows.shape[1]))
+    dist.all_to_all_single(out, rows.contiguous(), receives, sends, group)
+    return out
+
+
+class _Dispatch:
+    """The forward of one experts module, on tokens of all ranks of its group."""
+
+    def __init__(
+        self, module: Any, group: dist.ProcessGroup, tp_mesh: DeviceMesh, *, copies: int
+    ) -> None:
+        self.module = module
+        self.experts: Experts = module.forward
+        self.group, self.tp_mesh, self.copies = group, tp_mesh, copies
+        self.local_experts: int = module.num_experts
+
+    def install(self) -> None:
+        self.module.forward = self
+
+    def __call__(
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted expert outputs `(tokens, hidden)` for `(tokens, top_k)` global expert ids."""
+        count = hidden.shape[0]
+        mine = [self._own_rows(tensor) for tensor in (hidden, expert_ids, weights)]
+        with _local_parameters(self.module):
+            output = self._exchange(*mine)
+        if self.tp_mesh.size() == 1:
+            return output
+        shape = torch.Size((count, hidden.shape[1]))
+        whole = DTensor.from_local(
+            output.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)
+        )
+        return whole.full_tensor()
+
+    def _own_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensor-parallel ranks hold the same tokens; each sends its share of them."""
+        if self.tp_mesh.size() == 1:
+            return tensor
+        whole = DTensor.from_local(tensor, self.tp_mesh, [Replicate()], run_check=False)
+        return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+
+    def _exchange(
+        self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        ranks, top_k = self.group.size(), expert_ids.shape[1]
+        chosen = expert_ids.reshape(-1)
+        owner = chosen // self.local_experts
+        # Pair p goes to ranks owner * copies ... owner * copies + copies - 1 of the group.
+        targets = owner[:, None] * self.copies + torch.arange(self.copies, device=owner.device)
+        order = torch.argsort(
+            (targets * self.local_experts + (chosen % self.local_experts)[:, None]).reshape(-1),
+            stable=True,
+        )
+        pairs = order // self.copies
+        counts = torch.bincount(targets.reshape(-1), minlength=ranks)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        sends, receives = counts.tolist(), received.tolist()
+        tokens = self._move(hidden[pairs // top_k], sends, receives)
+        ids = torch.empty(sum(receives), dtype=chosen.dtype, device=chosen.device)
+        dist.all_to_all_single(
+            ids, (chosen % self.local_experts)[pairs].contiguous(), receives, sends, self.group
+        )
+        results = self._move(self._run(tokens, ids), receives, sends)
+        # Sorted by pair again: the copies of a pair, which hold partial sums, lie side by side.
+        back = torch.argsort(order)
+        summed = results[back].view(-1, self.copies, hidden.shape[1]).sum(dim=1)
+        return (summed.view(-1, top_k, hidden.shape[1]) * weights[..., None]).sum(dim=1)
+
+    def _move(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> torch.Tensor:
+        moved: torch.Tensor = _Move.apply(rows, sends, receives, self.group)  # type: ignore[no-untyped-call]
+        return moved
+
+    def _run(self, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The local experts on `(rows, hidden)`; without rows, on one, to keep the graph whole."""
+        rows = tokens.shape[0]
+        if rows == 0:
+            tokens, ids = tokens.sum(dim=0, keepdim=True), ids.new_zeros(1)
+        output = self.experts(tokens, ids[:, None], tokens.new_ones((len(ids), 1)))
+        return output[:rows]
+
+
+@contextmanager
+def _local_parameters(module: nn.Module) -> Iterator[None]:
+    held: dict[str, Any] = module._parameters
+    originals = dict(held)
+    held.update({n: p.to_local() for n, p in originals.items() if isinstance(p, DTensor)})
+    try:
+        yield
+    finally:
+        held.update(originals)

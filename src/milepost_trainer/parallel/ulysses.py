@@ -1,0 +1,111 @@
+"""Context parallelism after Ulysses: ranks swap a part of the sequence for a part of the heads.
+
+Every rank holds a slice of the sequence. For attention alone, an all-to-all gives it the whole
+sequence of some heads, and another one takes the result back. It is an attention function like
+others of transformers, so any model that uses its attention interface runs with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AttentionInterface
+
+NAME = "ulysses"
+
+
+class _Swap(torch.autograd.Function):
+    """Cuts `split_dim` into one piece a rank and joins the pieces received along `join_dim`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int
+    ) -> torch.Tensor:
+        ctx.group, ctx.split_dim, ctx.join_dim = group, split_dim, join_dim
+        return _swap(tensor, group, split_dim, join_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _swap(gradients[0], ctx.group, ctx.join_dim, ctx.split_dim), None, None, None
+
+
+def _swap(
+    tensor: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int
+) -> torch.Tensor:
+    pieces = torch.stack(tensor.chunk(group.size(), dim=split_dim)).contiguous()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return torch.cat(received.unbind(0), dim=join_dim)
+
+
+def _swapped(
+    tensor: torch.Tensor, group: dist.ProcessGroup, split_dim: int, join_dim: int
+) -> torch.Tensor:
+    out: torch.Tensor = _Swap.apply(tensor, group, split_dim, join_dim)  # type: ignore[no-untyped-call]
+    return out
+
+
+def ulysses_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of `(rows, heads, length / cp, head_dim)` over the whole length.
+
+    Returns `(rows, length / cp, heads, head_dim)`. Collective over the group of the module.
+    """
+    group: Any = module.context_group
+    heads = query.shape[1]
+    if key.shape[1] % group.size():
+        key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
+    query, key, value = (_swapped(t, group, 1, 2) for t in (query, key, value))
+    output = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    output = _swapped(output, group, 2, 1)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, ulysses_attention)
+
+
+def use_ulysses(model: nn.Module, group: dist.ProcessGroup, *, tp: int) -> None:
+    """Gives every attention module its group; raises `ValueError` if a model cannot do it."""
+    config: Any = model.config
+    heads = config.num_attention_heads // tp
+    if heads % group.size():
+        raise ValueError(
+            f"cp={group.size()} must divide the {heads} attention heads of a rank "
+            f"({config.num_attention_heads} heads, tp={tp})"
+        )
+    for name, module in model.named_modules():
+        if not hasattr(module, "is_causal"):
+            continue
+        if hasattr(module, "sinks") or getattr(module, "sliding_window", None) is not None:
+            raise ValueError(
+                f"{name} of {type(model).__name__} has attention sinks or a sliding window; "
+                "context parallelism does full causal attention only: use cp=1"
+            )
+        module.context_group = group
+
+
+def slice_of_sequence(tensor: torch.Tensor, size: int, place: int) -> torch.Tensor:
+    """The columns of `(rows, length)` that context-parallel rank `place` of `size` holds."""
+    if tensor.shape[1] % size:
+        raise ValueError(f"a batch of length {tensor.shape[1]} cannot be cut evenly by cp={size}")
+    return tensor.chunk(size, dim=1)[place].contiguous()
