@@ -36,7 +36,7 @@ def _layers_nbytes(hidden: int) -> int:
     return 2 * LAYERS * (4 * hidden**2 + 3 * hidden * _intermediate(hidden) + 2 * hidden)
 
 
-def llm_tensors(nbytes: int) -> dict[str, torch.Tensor]:
+def llm_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
     """219 tensors: 9 a layer, input and output embedding, the last norm."""
     hidden, inner, vocabulary = _sizes(nbytes)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
@@ -49,7 +49,12 @@ def llm_tensors(nbytes: int) -> dict[str, torch.Tensor]:
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def llm_tensors(nbytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of the `llm_shapes`, filled."""
+    shapes = llm_shapes(nbytes)
     tensors = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     for number, tensor in enumerate(tensors.values()):
         fill(tensor, number)
