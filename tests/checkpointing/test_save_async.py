@@ -266,7 +266,7 @@ def test_who_waited_for_a_handle_was_told(tmp_path: Path) -> None:
 
 def test_two_failures_are_raised_one_by_one(tmp_path: Path) -> None:
     state = training()
-    with held_writes() as gate, failing_writes(errno.EIO):
+    with failing_writes(errno.EIO), held_writes() as gate:
         for step in (1, 2):
             mp.save_async(
                 tmp_path / f"checkpoint-{step}", state, step=step, in_flight=mp.InFlight.QUEUE
