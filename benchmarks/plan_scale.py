@@ -159,10 +159,13 @@ def agreed(
 
     topic = f"save/{turn}"
     before = store.nbytes
+    digests = [xxhash.xxh3_128(raw).digest() for raw in raws]
+    every = b"".join(digests[rank % TENSOR_PARALLEL] for rank in range(world))
+    kept = xxhash.xxh3_128(every).digest() if turn else b""
     for rank in range(1, world):
         line = rank % TENSOR_PARALLEL
         talk = Rendezvous(store, rank=rank, world_size=world, topic=topic)
-        talk.gather("inventory", xxhash.xxh3_128(raws[line]).digest())
+        talk.gather("inventory", digests[line] + kept)
         if rank < TENSOR_PARALLEL and turn == 0:
             talk.post(f"inventory-of/{rank}", raws[line])
     others = store.nbytes - before
@@ -192,6 +195,12 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, value
 
 
+def forget() -> None:
+    """Be a process that has saved nothing yet."""
+    agree._merged.clear()
+    agree._kept_keys.clear()
+
+
 def measure(family: Family, world: int, rounds: int) -> dict[str, Any]:
     places = {
         key: TensorSetPlace(
@@ -207,12 +216,12 @@ def measure(family: Family, world: int, rounds: int) -> dict[str, Any]:
         hosts=tuple(rank // 8 for rank in range(world)),
         aggregate_below=2**20,
     )
-    agree._merged.clear()
+    forget()
     sets = described(family, world, 0)
     _others(family, world)
     store = MemoryStore()
     inventory, _, _ = agreed(family, world, sets, store, 0)
-    agree._merged.clear()
+    forget()
     rank = world // 3 - world // 3 % TENSOR_PARALLEL
 
     def plan(inventory: Inventory) -> None:
@@ -224,7 +233,7 @@ def measure(family: Family, world: int, rounds: int) -> dict[str, Any]:
     parse_s, fresh = timed(lambda: Inventory.from_bytes(raw))
     first_s, _ = timed(lambda: plan(fresh))
     later = [timed(lambda: plan(fresh))[0] for _ in range(rounds)]
-    agree._merged.clear()
+    forget()
     agreed(family, world, sets, store, 0)
     _, own, other = agreed(family, world, sets, store, 1)
     later_s = statistics.median(later)

@@ -6,13 +6,12 @@ import errno
 import gc
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,40 +22,11 @@ from torch import nn
 
 import milepost as mp
 from milepost.state.tensors import same_bits
-from milepost.storage import fileops
+from tests.slow_disk import failing_writes, held_writes
 from tests.states import train, training
 
 FAST = mp.WriteOptions(durability=mp.Durability.PAGE_CACHE)
 MIB = 2**20
-
-
-@contextmanager
-def held_writes() -> Iterator[threading.Event]:
-    """Writes of tensors wait until the event is set; it is set at the end in any case."""
-    gate = threading.Event()
-
-    def hook(name: str, target: str, function: Callable[..., Any], arguments: Any) -> Any:
-        if name == "write" and threading.current_thread() is not threading.main_thread():
-            assert gate.wait(60)
-        return function(*arguments)
-
-    with fileops.hooked(hook):
-        try:
-            yield gate
-        finally:
-            gate.set()
-            mp.wait_for_saves()
-
-
-@contextmanager
-def failing_writes(number: int) -> Iterator[None]:
-    def hook(name: str, target: str, function: Callable[..., Any], arguments: Any) -> Any:
-        if name == "write":
-            raise OSError(number, os.strerror(number), target)
-        return function(*arguments)
-
-    with fileops.hooked(hook):
-        yield
 
 
 def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -415,6 +385,7 @@ from pathlib import Path
 import milepost as mp
 from milepost.state.tensors import same_bits
 from milepost.storage import fileops
+from tests.slow_disk import failing_writes, held_writes
 from tests.states import train, training
 
 run, way = Path(sys.argv[1]), sys.argv[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -21,40 +20,9 @@ import torch.distributed as dist
 
 import milepost as mp
 from milepost.errors import CheckpointError, InvalidInputError, SaveInFlightError, StorageError
-from milepost.storage import fileops
 from tests.manager.small_training import Training, same
+from tests.slow_disk import failing_writes, held_writes
 from tests.worlds import run_world
-
-
-@contextmanager
-def held_writes() -> Iterator[threading.Event]:
-    """Writes behind training wait until the event is set; it is set at the end in any case."""
-    gate = threading.Event()
-
-    def hook(name: str, target: str, function: Callable[..., Any], arguments: Any) -> Any:
-        if name == "write" and threading.current_thread() is not threading.main_thread():
-            assert gate.wait(60)
-        return function(*arguments)
-
-    with fileops.hooked(hook):
-        try:
-            yield gate
-        finally:
-            gate.set()
-            mp.wait_for_saves()
-
-
-@contextmanager
-def failing_writes(part: str = "") -> Iterator[None]:
-    """Writes into paths that hold `part` fail with EIO."""
-
-    def hook(name: str, target: str, function: Callable[..., Any], arguments: Any) -> Any:
-        if name == "write" and part in target:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), target)
-        return function(*arguments)
-
-    with fileops.hooked(hook):
-        yield
 
 
 def manager_of(run: Path, **options: Any) -> mp.CheckpointManager[mp.SaveHandle]:
@@ -132,7 +100,7 @@ def test_a_queued_save_behind_one_that_fails_descends_from_the_last_good_one(
     training = Training()
     with manager_of(tmp_path, in_flight=mp.InFlight.QUEUE, keep=mp.KeepLast(1)) as manager:
         first = manager.save(1, training.state).wait()
-        with failing_writes("checkpoint-2"), held_writes() as gate:
+        with failing_writes(part="checkpoint-2"), held_writes() as gate:
             bad = manager.save(2, training.state, metrics={"loss": 2.0})
             good = manager.save(3, training.state, metrics={"loss": 3.0})
             gate.set()
@@ -171,7 +139,7 @@ def test_the_end_of_the_block_waits_and_raises_what_nobody_was_told(tmp_path: Pa
     assert steps_of(tmp_path) == [1]
     with (
         pytest.raises(StorageError, match="step 2 was not saved"),
-        failing_writes("checkpoint-2"),
+        failing_writes(part="checkpoint-2"),
         manager_of(tmp_path) as manager,
     ):
         manager.resume(training.state)
@@ -338,7 +306,7 @@ def behind_on_ranks(rank: int, world_size: int, run: Path) -> Any:
         found["history"] = manager.log_history
         found["kept"] = steps_of(run / "counted")
         dist.barrier()
-        with failing_writes("checkpoint-4") if rank == 1 else held_nothing():
+        with failing_writes(part="checkpoint-4") if rank == 1 else held_nothing():
             manager.save(4, state)
             mp.wait_for_saves()
         for step in range(5, 49):  # between two counted steps: all are told at one of these

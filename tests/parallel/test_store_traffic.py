@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import milepost as mp
+from milepost.checkpointing import agree
 from milepost.checkpointing import world as worlds
 from milepost.engine.rendezvous import KeyValueStore
 from tests.worlds import run_world
@@ -90,3 +91,26 @@ def test_what_a_save_says_does_not_grow_with_the_number_of_tensors(
         for one, other in zip(few, many, strict=True):
             assert abs(other - one) <= 64, results  # a digit more here and there
             assert one < 20_000
+
+
+def lose_what_is_kept(rank: int, world_size: int, run: Path) -> list[str]:
+    state = {"model": whole_layer()}
+    for step in (1, 2):
+        mp.save(run / f"checkpoint-{step}", state, step=step)
+        if rank == 1:  # as a process that joined later
+            agree._merged.clear()
+            agree._kept_keys.clear()
+    return [entry.name for entry in mp.list_run(run).committed]
+
+
+def whole_layer() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 4)
+
+
+def test_a_rank_that_does_not_have_the_plan_of_an_earlier_save_is_told_it_again(
+    tmp_path: Path,
+) -> None:
+    for names in run_world(2, lose_what_is_kept, tmp_path):
+        assert names == ["checkpoint-1", "checkpoint-2"]
+    assert mp.Checkpoint.open(tmp_path / "checkpoint-2").verify().ok

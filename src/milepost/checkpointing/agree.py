@@ -31,7 +31,8 @@ from milepost.state.other import Kind, capture_stateful
 from milepost.state.placements import Held, axes_of, describe
 from milepost.state.tree_blob import pack_tree
 
-_merged: dict[str, Inventory] = {}
+_merged: dict[bytes, Inventory] = {}
+_kept_keys: dict[bytes, bytes] = {}
 
 
 def settle_trees(talk: Conversation, captured: Captured, state: State) -> dict[str, Held]:
@@ -189,8 +190,9 @@ def agree_inventory(
 ) -> Inventory:
     """The merged inventory of all ranks, the same object of values everywhere; collective.
 
-    Ranks exchange digests of 16 bytes. A description is fetched once however many ranks share it,
-    and nothing is fetched while the descriptions are those of an earlier save.
+    Ranks exchange digests of 16 bytes: of their description, and of the merged inventory that they
+    have for it. A description is fetched once however many ranks share it, and nothing is fetched
+    while all have the inventory of an earlier save.
     """
     own = Inventory(
         sets={
@@ -205,27 +207,31 @@ def agree_inventory(
         },
     )
     raw = own.to_bytes()
-    digests = talk.gather("inventory", xxhash.xxh3_128(raw).digest())
+    digest = xxhash.xxh3_128(raw).digest()
+    reports = talk.gather("inventory", digest + _kept_keys.get(digest, b""))
+    digests = [report[: len(digest)] for report in reports]
     groups = _groups(digests)
     told = None
     if talk.is_coordinator:
-        key = xxhash.xxh3_128(b"".join(digests)).hexdigest()
-        first = [] if key in _merged else [group[0] for group in groups]
-        told = json.dumps([key, first]).encode()
-    key, first = json.loads(talk.broadcast("inventory-wanted", told))
+        key = xxhash.xxh3_128(b"".join(digests)).digest()
+        is_kept = all(report[len(digest) :] == key for report in reports)
+        first = [] if is_kept else [group[0] for group in groups]
+        told = json.dumps([key.hex(), first]).encode()
+    named, first = json.loads(talk.broadcast("inventory-wanted", told))
+    key = bytes.fromhex(named)
     if not first:
         return _merged[key]
     if talk.rank in first[1:]:
         talk.post(f"inventory-of/{talk.rank}", raw)
     if not talk.is_coordinator:
-        return _remember(key, Inventory.from_bytes(talk.broadcast("merged")))
+        return _remember(digest, key, Inventory.from_bytes(talk.broadcast("merged")))
     found: list[tuple[list[int], Inventory]] = [(groups[0], own)]
     for group in groups[1:]:
         fetched = talk.fetch(f"inventory-of/{group[0]}", group[0])
         found.append((group, Inventory.from_bytes(fetched)))
     merged = merge_inventories(found)
     talk.broadcast("merged", merged.to_bytes())
-    return _remember(key, merged)
+    return _remember(digest, key, merged)
 
 
 def _groups(digests: list[bytes]) -> list[list[int]]:
@@ -236,8 +242,12 @@ def _groups(digests: list[bytes]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _remember(key: str, merged: Inventory) -> Inventory:
+def _remember(digest: bytes, key: bytes, merged: Inventory) -> Inventory:
+    """Keep a merged inventory, and say so in later saves: it is used again when all ranks do."""
     while len(_merged) > 4:
         _merged.pop(next(iter(_merged)))
     _merged[key] = merged
+    for known in [known for known, kept in _kept_keys.items() if kept not in _merged]:
+        del _kept_keys[known]
+    _kept_keys[digest] = key
     return merged
