@@ -144,6 +144,8 @@ def _rank(
     except BaseException as error:
         text = f"{error}\n{traceback.format_exc()}"
         outcome = Outcome(error=text, error_class=type(error).__name__)
+        if dist.is_initialized():  # the others may still be reading what became of it
+            _part(rank, world_size, dist)
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     sys.stdout.flush()

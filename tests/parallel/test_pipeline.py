@@ -7,50 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import milepost as mp
 from tests.parallel.models import VOCABULARY, config
+from tests.parallel.stage_model import Stage, loss_of
 from tests.worlds import run_world
 
-LAYERS = 2
 BATCH, LENGTH, MICROBATCHES = 4, 8, 2
-
-
-class Stage(nn.Module):
-    """The layers of one stage of a Llama, under the names that they have in the whole model."""
-
-    def __init__(self, whole: LlamaForCausalLM, rank: int, size: int) -> None:
-        super().__init__()
-        self.first, self.last = rank == 0, rank == size - 1
-        self.config = whole.config
-        self.model = nn.Module()
-        mine = range(rank * LAYERS // size, (rank + 1) * LAYERS // size)
-        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in mine})
-        self.rotary = [whole.model.rotary_emb]
-        if self.first:
-            self.model.embed_tokens = whole.model.embed_tokens
-        if self.last:
-            self.model.norm = whole.model.norm
-            self.lm_head = whole.lm_head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: Any = self.model.embed_tokens(x) if self.first else x  # type: ignore[operator]
-        places = torch.arange(LENGTH)[None]
-        angles = self.rotary[0](hidden, places)
-        layers: Any = self.model.layers
-        for layer in layers.values():
-            out = layer(hidden, position_embeddings=angles, position_ids=places)
-            hidden = out[0] if isinstance(out, tuple) else out
-        if not self.last:
-            return hidden  # type: ignore[no-any-return]
-        return self.lm_head(self.model.norm(hidden))  # type: ignore[operator, no-any-return]
-
-
-def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
 class Pipeline:

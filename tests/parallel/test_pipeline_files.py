@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import milepost as mp
 from milepost.errors import CheckpointIncompleteError, DamagedError, MismatchError
+from tests.parallel.stage_model import Stage, loss_of
 from tests.worlds import run_outcomes, run_world
 
 LAYERS = 4
@@ -36,42 +37,9 @@ def config(*, tied: bool = False) -> LlamaConfig:
     )
 
 
-class Stage(nn.Module):
-    """Some layers of a Llama under their names in the whole model."""
-
-    def __init__(self, number: int, count: int, *, tied: bool = False, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        whole = LlamaForCausalLM(config(tied=tied)).train()
-        self.first, self.last = number == 0, number == count - 1
-        self.config = whole.config
-        self.model = nn.Module()
-        mine = range(number * LAYERS // count, (number + 1) * LAYERS // count)
-        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in mine})
-        self.rotary = [whole.model.rotary_emb]
-        if self.first:
-            self.model.embed_tokens = whole.model.embed_tokens
-        if self.last:
-            self.model.norm = whole.model.norm
-            self.lm_head = nn.Linear(32, VOCABULARY, bias=False)
-            with torch.no_grad():
-                self.lm_head.weight.copy_(whole.lm_head.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: Any = self.model.embed_tokens(x) if self.first else x  # type: ignore[operator]
-        places = torch.arange(LENGTH)[None]
-        angles = self.rotary[0](hidden, places)
-        layers: Any = self.model.layers
-        for layer in layers.values():
-            out = layer(hidden, position_embeddings=angles, position_ids=places)
-            hidden = out[0] if isinstance(out, tuple) else out
-        if not self.last:
-            return hidden  # type: ignore[no-any-return]
-        return self.lm_head(self.model.norm(hidden))  # type: ignore[operator, no-any-return]
-
-
-def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+def make_stage(number: int, count: int, *, tied: bool = False, seed: int = 0) -> Stage:
+    torch.manual_seed(seed)
+    return Stage(LlamaForCausalLM(config(tied=tied)).train(), number, count)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +89,7 @@ def assert_loadable(path: Path, saved: dict[str, torch.Tensor], *, tied: bool = 
 
 def save_pp_fsdp(rank: int, size: int, run: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    stage = Stage(rank // 2, 2)
+    stage = make_stage(rank // 2, 2)
     layers: Any = stage.model.layers
     for layer in layers.values():
         fully_shard(layer, mesh=mesh["dp_shard"])
@@ -191,7 +159,7 @@ class Interleaved:
     """Two virtual stages on each of two ranks."""
 
     def __init__(self, rank: int, seed: int) -> None:
-        self.modules: list[nn.Module] = [Stage(n, 4, seed=seed) for n in (rank, rank + 2)]
+        self.modules: list[nn.Module] = [make_stage(n, 4, seed=seed) for n in (rank, rank + 2)]
         params = [param for module in self.modules for param in module.parameters()]
         self.optimizer = torch.optim.AdamW(params, lr=1e-2)
         stages: list[Any] = [
@@ -250,7 +218,7 @@ def test_virtual_stages_of_a_rank_are_its_stage_and_training_goes_on_exactly(
 def tied_stages(rank: int, size: int, run: Path, drift: float) -> Any:
     """Each stage on `size / 2` ranks, sharded where there are several."""
     per_stage = size // 2
-    stage = Stage(rank // per_stage, 2, tied=True)
+    stage = make_stage(rank // per_stage, 2, tied=True)
     if per_stage > 1:
         mesh = init_device_mesh("cpu", (2, per_stage), mesh_dim_names=("pp", "dp_shard"))
         fully_shard(stage, mesh=mesh["dp_shard"])
