@@ -306,6 +306,36 @@ def test_a_rank_killed_in_a_save_behind_training_leaves_the_previous_checkpoint(
     assert newest is not None and newest.step == 1
 
 
+def change_a_tensor_that_travels(rank: int, world_size: int, run: Path) -> str:
+    os.environ["MILEPOST_CHECK_STAGING"] = "1"
+    training, held = start(TP2), Held()
+    weights = dict(training.model.named_parameters())
+    with fileops.hooked(held.hook):
+        mp.save_async(run / "checkpoint-1", training.state(), step=1)
+        handle = mp.save_async(
+            run / "checkpoint-2",
+            training.state(),
+            step=2,
+            in_flight=mp.InFlight.QUEUE,
+            overlap=mp.Overlap.UNTIL_STEP,
+        )
+        if rank == 1:
+            with torch.no_grad():  # not by the optimizer, which would have waited
+                weights["model.layers.1.mlp.down_proj.weight"]._local_tensor.add_(1.0)  # type: ignore[attr-defined]
+        held.go.set()
+        return raised_by(handle.wait)
+
+
+@pytest.mark.case("V32")
+def test_a_tensor_that_travels_between_ranks_is_named_when_it_changed_too_early(
+    tmp_path: Path,
+) -> None:
+    for text in run_world(2, change_a_tensor_that_travels, tmp_path):
+        assert text.startswith("StateChangedError: rank 1: 1 tensors changed"), text
+        assert "model.layers.1.mlp.down_proj.weight" in text
+    assert [entry.step for entry in mp.list_run(tmp_path).committed] == [1]
+
+
 # ---- beside training
 
 

@@ -126,6 +126,7 @@ class PartWriter:
                 base = bases[number][2] + item.start - bases[number][0]
             division = self._file.division(item.tensor)
             yield Part(
+                name=self._file.tensors[item.tensor].name,
                 place=division.place,
                 held=division.held(item.coordinate),
                 start=item.start,

@@ -124,7 +124,7 @@ class _Needs:
             for step in plan.steps:
                 for part in _own_parts(step):
                     assert part.local is not None, "a part of this rank has its shard"
-                    self._tensors.setdefault(id(part.local), (part.local, step.path.name))
+                    self._tensors.setdefault(id(part.local), (part.local, part.name))
                     self._whole.add(id(part.local))
 
     def _piece(self, piece: Piece) -> None:

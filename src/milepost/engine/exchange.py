@@ -36,9 +36,10 @@ class Part:
     """What a shard has of bytes `[start, end)` of a file; `held` is its index set.
 
     `local` is the shard where it is this rank's own, else None. `base` is where the range begins
-    among the bytes that the writer puts together in this step.
+    among the bytes that the writer puts together in this step. `name` is that of the tensor.
     """
 
+    name: str
     place: TensorPlace
     held: IndexSet
     start: int
