@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,17 @@ def test_a_page_that_two_runs_share_is_counted_once(tmp_path: Path) -> None:
     )
     fill_shards([read], ReadOptions(threads=1, on_bytes=counter.add))
     assert counter.nbytes == mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("where", ["in memory", "on disk"])
+def test_short_columns_are_read_one_by_one_only_when_their_rows_are_not_in_memory(
+    where: str, tmp_path: Path
+) -> None:
+    tensor, value = stored(tmp_path / "f", 512, 4096)
+    with open(tmp_path / "f", "rb") as file:
+        os.fsync(file.fileno())
+        if where == "on disk":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    needed, counted, kernel = read_shards(tensor, value, 2, Shard(1))
+    assert counted == needed
+    assert (kernel >= needed // 2) == (where == "on disk")  # the second finds read-ahead

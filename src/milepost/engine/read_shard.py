@@ -3,12 +3,14 @@
 Whole rows are read as they lie. Where inner dims are cut, runs of columns are copied out of a small
 window of the mapped file, which is many times faster than a call for each of them. A run between
 two pages touches both, so runs of a few pages and less are read by themselves, one call each, as
-long as a call is worth it; the shortest come out of windows again, whose pages are then read for
-little. Ranks that would read the same pages so can share them (`milepost.engine.read_shared`).
+long as a call is worth it and their rows are not in the page cache already; the shortest come out
+of windows again, whose pages are then read for little. Ranks that would read the same pages so can
+share them (`milepost.engine.read_shared`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,42 +104,91 @@ def _columns_task(
     target: torch.Tensor,
 ) -> Task:
     """Fill `target` with the columns `inner` of some rows."""
-    shape = stored.torch_shape()
-    dtype = stored.torch_dtype()
-    run_nbytes = _run_length(shape[1:], inner) * dtype.itemsize
-    descriptor = files.descriptor(stored.path)
-    row_nbytes = prod(shape[1:]) * dtype.itemsize
+    columns = _Columns(files.descriptor(stored.path), stored, rows, inner, target)
+    return columns.by_window if columns.is_aligned else columns.by_runs
 
-    def by_runs(options: ReadOptions, scratch: Scratch) -> None:
-        staged = scratch.tensor()[: target.numel() * dtype.itemsize]
+
+class _Columns:
+    """The columns `inner` of some rows of a stored tensor, and the two ways to fill `target`."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        stored: StoredTensor,
+        rows: Span,
+        inner: tuple[Span, ...],
+        target: torch.Tensor,
+    ) -> None:
+        self._descriptor, self._stored, self._target = descriptor, stored, target
+        self._rows, self._inner = rows, inner
+        self._shape, self._dtype = stored.torch_shape(), stored.torch_dtype()
+        self._run_nbytes = _run_length(self._shape[1:], inner) * self._dtype.itemsize
+        self.is_aligned = stored.start % self._dtype.itemsize == 0
+
+    @property
+    def _nbytes(self) -> int:
+        return self._target.numel() * self._dtype.itemsize
+
+    def _starts(self) -> Iterator[int]:
+        return _run_starts(self._shape, self._rows, self._inner, self._dtype.itemsize)
+
+    def by_runs(self, options: ReadOptions, scratch: Scratch) -> None:
+        """A call for each run."""
+        target, dtype, stored = self._target, self._dtype, self._stored
+        staged = scratch.tensor()[: self._nbytes]
         straight = target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
         memory = memory_of(target) if straight else memory_of(staged)
         done = 0
-        for start in _run_starts(shape, rows, inner, dtype.itemsize):
-            piece = memory[done : done + run_nbytes]
-            read_fully(descriptor, piece, stored.start + start, stored.path)
-            done += run_nbytes
+        for start in self._starts():
+            piece = memory[done : done + self._run_nbytes]
+            read_fully(self._descriptor, piece, stored.start + start, stored.path)
+            done += self._run_nbytes
         if not straight:
             target.copy_(staged.view(dtype).view(target.shape))
         report_bytes(options, done)
 
-    def by_window(options: ReadOptions, scratch: Scratch) -> None:
-        begin = stored.start + rows[0] * row_nbytes
+    def by_window(self, options: ReadOptions, scratch: Scratch) -> None:
+        """One copy out of a map of the rows, unless that would read pages for little."""
+        row_nbytes = prod(self._shape[1:]) * self._dtype.itemsize
+        begin = self._stored.start + self._rows[0] * row_nbytes
         aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
-        nbytes = (rows[1] - rows[0]) * row_nbytes
+        nbytes = (self._rows[1] - self._rows[0]) * row_nbytes
         window = mmap.mmap(
-            descriptor, begin - aligned + nbytes, access=mmap.ACCESS_COPY, offset=aligned
+            self._descriptor, begin - aligned + nbytes, access=mmap.ACCESS_COPY, offset=aligned
         )
+        by_itself = SHORTEST_RUN_NBYTES <= self._run_nbytes < SHORTEST_WINDOWED_NBYTES
+        is_cached = by_itself and in_page_cache(window)
+        if by_itself and not is_cached:
+            self.by_runs(options, scratch)
+            return
         raw = torch.frombuffer(window, dtype=torch.uint8, offset=begin - aligned, count=nbytes)
-        block = raw.view(dtype).view(rows[1] - rows[0], *shape[1:])
-        target.copy_(block[(slice(None), *(slice(*span) for span in inner))])
-        if options.on_bytes is not None:
-            starts = _run_starts(shape, rows, inner, dtype.itemsize)
-            options.on_bytes(_touched_nbytes(stored.start, starts, run_nbytes))
+        block = raw.view(self._dtype).view(self._rows[1] - self._rows[0], *self._shape[1:])
+        self._target.copy_(block[(slice(None), *(slice(*span) for span in self._inner))])
+        if is_cached:
+            report_bytes(options, self._nbytes)
+        elif options.on_bytes is not None:
+            touched = _touched_nbytes(self._stored.start, self._starts(), self._run_nbytes)
+            options.on_bytes(touched)
 
-    is_aligned = stored.start % dtype.itemsize == 0
-    by_itself = SHORTEST_RUN_NBYTES <= run_nbytes < SHORTEST_WINDOWED_NBYTES
-    return by_window if is_aligned and not by_itself else by_runs
+
+_libc = ctypes.CDLL(None)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+def in_page_cache(window: mmap.mmap) -> bool:
+    """Whether all pages of a writable map are in memory, so that looking at them reads no file.
+
+    Where the kernel does not tell (files of other users that this process cannot write), it says
+    that they are.
+    """
+    pages = -(-len(window) // mmap.PAGESIZE)
+    found = ctypes.create_string_buffer(pages)
+    start = ctypes.c_char.from_buffer(window)
+    try:
+        failed = _libc.mincore(ctypes.addressof(start), len(window), found)
+    finally:
+        del start
+    return not failed and not any(byte & 1 == 0 for byte in set(found.raw))
 
 
 def _touched_nbytes(base: int, starts: Iterator[int], nbytes: int) -> int:
