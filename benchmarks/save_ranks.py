@@ -49,8 +49,8 @@ WARM_UP_NBYTES = 8 * MIB
 Save = Callable[[State, Path], object]
 
 
-def milepost(state: State, place: Path, *, options: mp.WriteOptions) -> None:
-    mp.save(place / "checkpoint-1", {"model": Weights(state)}, step=1, options=options)
+def milepost(model: Weights, state: State, place: Path, *, options: mp.WriteOptions) -> None:
+    mp.save(place / "checkpoint-1", {"model": model}, step=1, options=options)
 
 
 def dcp_native(state: State, place: Path) -> None:
@@ -93,14 +93,15 @@ def _locals(state: State) -> list[torch.Tensor]:
     return [value.to_local() for value in state.values()]  # type: ignore[attr-defined]
 
 
-def contenders(kind: str) -> dict[str, Save]:
-    """Everybody by name; ours first, the plain writes last."""
+def contenders(kind: str, state: State) -> dict[str, Save]:
+    """Everybody by name; ours first, the plain writes last. One model, as a training has."""
+    model = Weights(state)
     ours = {"mp.save": mp.WriteOptions()}
     if kind == COLUMNS:
         ours["mp.save, mapped"] = mp.WriteOptions(inner_dim=mp.InnerDim.MAPPED)
     ours["mp.save, aggregated"] = mp.WriteOptions(aggregate_below=2**40)
     found: dict[str, Save] = {
-        name: partial(milepost, options=options) for name, options in ours.items()
+        name: partial(milepost, model, options=options) for name, options in ours.items()
     }
     return {
         **found,
@@ -137,7 +138,7 @@ def _written_nbytes() -> int:
 def time_all(options: Options, kind: str, directory: Path) -> dict[str, Any]:
     """In a rank: seconds and bytes of every contender, in turns; round 0 is not counted."""
     state = sharded(options.nbytes, kind)
-    everybody = list(contenders(kind).items())
+    everybody = list(contenders(kind, state).items())
     found: dict[str, Any] = {name: {"seconds": [], "written": 0} for name, _ in everybody}
     for number in range(options.rounds + 1):
         first = number % len(everybody)
@@ -154,9 +155,9 @@ def time_all(options: Options, kind: str, directory: Path) -> dict[str, Any]:
 
 def measure_memory(options: Options, kind: str, name: str, directory: Path) -> list[int]:
     """In a rank of a world of its own: the peak above the state of each rank, for one contender."""
-    save = contenders(kind)[name]
     for size, nbytes in (("small", WARM_UP_NBYTES), ("big", options.nbytes)):
         state = sharded(nbytes, kind)
+        save = contenders(kind, state)[name]
         place = directory / size
         if dist.get_rank() == 0:
             place.mkdir()

@@ -9,6 +9,7 @@ views and moments, and everything that asks how a tensor is held finds it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from milepost.state.tensors import DECLARED_ATTRIBUTE, declared_of, local_of
 _TABLE = "_milepost_placements"
 
 
+@lru_cache(maxsize=65536)  # every save asks for every tensor
 def held_by(placement: PlacementClass, shape: Shape, rank: int) -> IndexSet:
     """What `rank` holds of a tensor of global `shape`; nothing when it is not on the mesh."""
     coordinate = placement.coordinate(rank)
