@@ -1,0 +1,1 @@
+"""Merging the weights of several models: arithmetic on one tensor of each."""
