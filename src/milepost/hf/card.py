@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,64 @@ def _tagged(raw: bytes, where: str) -> bytes:
     return (text[:start] + edited + text[end:]).encode()
 
 
+def relate_card(
+    text: bytes | None, base_models: Sequence[str], relation: str, *, where: str = "README.md"
+) -> bytes:
+    """The card with the tag, `base_model` and `base_model_relation`; body and other keys stay.
+
+    Without base models that the Hub knows, only a `base_model` that the card has already is kept.
+    `FormatError` for a malformed card.
+    """
+    tagged = _tagged(text, where) if text is not None else new_card()
+    metadata, _ = front_matter(tagged, where)
+    if base_models:
+        metadata["base_model"] = base_models[0] if len(base_models) == 1 else list(base_models)
+    if "base_model" in metadata:
+        metadata["base_model_relation"] = relation
+    return write_metadata(tagged, metadata, where=where)
+
+
+def front_matter(card: bytes, where: str) -> tuple[dict[str, Any], str]:
+    """The metadata of a card that has some, and its body. `FormatError` for a malformed card."""
+    text = card.decode("utf-8")
+    match = _FRONT_MATTER.match(text)
+    return ({}, text) if match is None else (_metadata(match["yaml"], where), text[match.end() :])
+
+
+def write_metadata(
+    card: bytes, wanted: dict[str, Any], *, body: str | None = None, where: str = "README.md"
+) -> bytes:
+    """`card`, which has metadata, with `wanted` as metadata and, if given, another body.
+
+    Keys that are new are put behind the others, which stay as they are written; where a value
+    changed, all metadata is written anew.
+    """
+    text = card.decode("utf-8")
+    match = _FRONT_MATTER.match(text)
+    assert match is not None, "a tagged card has metadata"
+    newline, block = _newline(text), match["yaml"]
+    old = _metadata(block, where)
+    added = {key: value for key, value in wanted.items() if key not in old}
+    tail = _dumped(added, newline) if added else ""
+    edited = block + ("" if block.endswith(("\n", "\r")) else newline) + tail
+    try:
+        result = _yaml().safe_load(edited)
+    except _yaml().YAMLError:
+        result = None
+    if result != wanted:
+        edited = _dumped(wanted, newline)
+    start, end = match.span("yaml")
+    rest = text[end:] if body is None else f"---{newline}{newline}" + body.replace("\n", newline)
+    return (text[:start] + edited + rest).encode()
+
+
+def _dumped(metadata: dict[str, Any], newline: str) -> str:
+    dumped: str = _yaml().safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10**6)
+    if _yaml().safe_load(dumped) != metadata:  # line breaks of Unicode are not escaped in there
+        dumped = _yaml().safe_dump(metadata, sort_keys=False, width=10**6)
+    return dumped.replace("\n", newline)
+
+
 def _newline(text: str) -> str:
     found = re.search(r"\r\n|\n|\r", text)
     return found[0] if found else "\n"
@@ -136,10 +195,7 @@ def _edited(block: str, wanted: dict[str, Any], newline: str) -> str:
         result = None
     if result == wanted and list(result) == list(wanted):
         return edited
-    dumped: str = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True, width=10**6)
-    if yaml.safe_load(dumped) != wanted:  # line breaks of Unicode are not escaped in there
-        dumped = yaml.safe_dump(wanted, sort_keys=False, width=10**6)
-    return dumped.replace("\n", newline)
+    return _dumped(wanted, newline)
 
 
 def _edit_in_place(root: Any, block: str, newline: str) -> str:

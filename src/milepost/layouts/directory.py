@@ -282,10 +282,19 @@ def check_step_name(path: Path, step: int) -> None:
     )
 
 
-def require_intact(checkpoint: DirectoryCheckpoint, roles: Iterable[str]) -> None:
-    """`DamagedError` naming every file of these roles that is absent or of a wrong size."""
+def require_intact(
+    checkpoint: DirectoryCheckpoint, roles: Iterable[str], leave_out: Collection[str] = ()
+) -> None:
+    """`DamagedError` naming every file of these roles that is absent or of a wrong size.
+
+    Files named in `leave_out` are not asked for.
+    """
     wanted = set(roles)
-    bad = [f"{entry.name} {how}" for entry, how in checkpoint.damage if entry.role in wanted]
+    bad = [
+        f"{entry.name} {how}"
+        for entry, how in checkpoint.damage
+        if entry.role in wanted and entry.name not in leave_out
+    ]
     if bad:
         rest = what_still_loads(checkpoint, {entry.name for entry, _ in checkpoint.damage})
         raise DamagedError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,13 +34,15 @@ def verify_directory(
     threads: int,
     on_bytes: Callable[[int], None] | None,
     share: tuple[int, int] = (0, 1),
+    leave_out: Collection[str] = (),
 ) -> VerifyReport:
     """Sizes, digests of every file, indices against headers, and files that do not belong.
 
     `share` is (rank, world size): each of these ranks hashes other extents, and together all.
+    Nothing is said of the files in `leave_out`, which the caller does not read.
     """
     problems: list[Problem] = []
-    damaged = {entry.name for entry, _ in checkpoint.damage}
+    damaged = {entry.name for entry, _ in checkpoint.damage} | set(leave_out)
     for entry, how in checkpoint.damage:
         problems.append(_problem(entry, f"{entry.name} {how}"))
     jobs: dict[Path, list[Extent]] = {}
@@ -55,11 +57,11 @@ def verify_directory(
         jobs[checkpoint.path / entry.name] = extents[share[0] :: share[1]]
     bad = find_bad_extents(jobs, threads=threads, on_bytes=on_bytes)
     problems += [_traced(checkpoint, extent) for extent in bad]
-    problems += _structure(checkpoint)
+    problems += _structure(checkpoint, leave_out)
     problems += _strangers(checkpoint)
     return VerifyReport(
         path=checkpoint.path,
-        problems=tuple(problems),
+        problems=tuple(problem for problem in problems if problem.file not in leave_out),
         checked_nbytes=sum(entry.nbytes for entry in checkpoint.manifest.files),
         has_digests=True,
     )
@@ -143,13 +145,21 @@ def _traced(checkpoint: DirectoryCheckpoint, bad: BadExtent) -> Problem:
     )
 
 
-def _structure(checkpoint: DirectoryCheckpoint) -> Iterator[Problem]:
+def _structure(checkpoint: DirectoryCheckpoint, leave_out: Collection[str]) -> Iterator[Problem]:
     listed = {entry.name for entry in checkpoint.manifest.files}
+    for name in checkpoint.manifest.needs:
+        if name not in listed:
+            message = f"{name}: the weights need it, the manifest does not list it"
+            yield Problem(severity=Severity.ERROR, file=name, message=message)
     for key, entry in checkpoint.manifest.models.items():
         yield from _check_set(checkpoint.weights(key), entry.prefix, listed)
     for key in checkpoint.manifest.state:
         tensors = checkpoint.state_set(key)
-        if tensors is not None:
+        left_out = tensors is not None and any(
+            name.startswith((f"training/{tensors.stem}.", f"training/{tensors.stem}-"))
+            for name in leave_out
+        )
+        if tensors is not None and not left_out:
             yield from _check_set(tensors, "training", listed)
 
 

@@ -1,7 +1,8 @@
 """Temporary names that tell who writes under them, where no lease does.
 
-A lone file may lie anywhere, and its directory gets no lock file for it. Its temporary name holds
-the writing process, so that the next writer of the same file can remove what a dead one left.
+A lone file, or a directory that a tool makes, may lie anywhere, and its parent gets no lock file
+for it. Its temporary name holds the writing process, so that the next writer of the same name can
+remove what a dead one left.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import hashlib
 import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
+from milepost.storage import fileops
 from milepost.storage.atomic import remove_quietly
 from milepost.storage.lease import STALE_AFTER_S, Owner, filesystem_age_s, process_start
 
@@ -26,12 +29,16 @@ def owned_name(path: Path) -> Path:
 
 
 def remove_dead(path: Path) -> None:
-    """Remove temporary files for `path` of dead writers, of other hosts after a day."""
+    """Remove what dead writers of `path` left under such names, of other hosts after a day."""
     head = _head(path)
     for entry in list(os.scandir(path.parent)):
         tail = _TAIL.fullmatch(entry.name.removeprefix(head))
         if entry.name.startswith(head) and tail is not None and _is_dead(Path(entry.path), tail):
-            remove_quietly(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                with suppress(OSError):  # the next writer of this name tries again
+                    fileops.remove_tree(entry.path)
+            else:
+                remove_quietly(entry.path)
 
 
 def _head(path: Path) -> str:

@@ -133,10 +133,12 @@ def _only_weights(checkpoint: DirectoryCheckpoint) -> DirectoryCheckpoint:
         for entry in manifest.files
         if entry.role == "weights" or entry.name in (DIGESTS_NAME, *manifest.needs)
     ]
+    listed = {entry.name for entry in manifest.files}  # a sidecar that lacks is refused as such
     narrow = DirectoryCheckpoint(checkpoint.path)
     narrow.manifest = msgspec.structs.replace(
         manifest,
         files=wanted,
+        needs=[name for name in manifest.needs if name in listed],
         models={} if key is None else {key: manifest.models[key]},
         state={},
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from milepost.errors import CheckpointError, InvalidInputError, NotFoundError
 from milepost.format.manifest import MANIFEST_NAME
+from milepost.hf.sidecar_files import SIDECARS
 from milepost.layouts.dcp_metadata import METADATA_NAME
 from milepost.layouts.trio_names import (
     EXTRA_STATE_SUFFIX,
@@ -20,7 +21,6 @@ from milepost.layouts.trio_names import (
     trio_names,
 )
 from milepost.storage.fileops import PathLike
-from milepost.tools.carried import SIDECARS
 from milepost.tools.migrate_options import MigrateTarget, Search
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")

@@ -1,0 +1,91 @@
+"""Would `from_pretrained` find a tensor for every parameter? Answered by names and shapes alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from milepost.hf.foreign_calls import attempt
+from milepost.hf.tied_names import declared_ties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameComparison:
+    """`missing` are runtime names that no tensor fills, `unexpected` tensors that fill nothing.
+
+    `model_class` is None, and a note says why, where transformers could not be asked.
+    """
+
+    model_class: str | None = None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def compare_with_class(directory: Path, names: Iterable[str]) -> NameComparison:
+    """Compare the tensor `names` of a directory with those of the class its config.json names.
+
+    The model is built on the meta device: no memory, no weights, no code of the checkpoint.
+    """
+    document, problem = attempt(lambda: json.loads((directory / "config.json").read_bytes()))
+    if not isinstance(document, dict):
+        return _not_asked(f"there is no config.json ({problem})" if problem else "no config.json")
+    if "quantization_config" in document:
+        return _not_asked("the weights are quantised")
+    try:
+        import transformers
+    except ImportError:
+        return _not_asked("transformers is not installed")
+    model, problem = attempt(partial(_on_meta, directory, document, transformers))
+    if model is None:
+        return _not_asked(f"transformers cannot build the model: {problem}")
+    compared, problem = attempt(partial(_compare, model, list(names)))
+    return compared if compared is not None else _not_asked(str(problem))
+
+
+def _not_asked(why: str) -> NameComparison:
+    return NameComparison(notes=(f"names were not compared with the model's class: {why}",))
+
+
+def _on_meta(directory: Path, document: Mapping[str, Any], transformers: Any) -> Any:
+    import torch
+
+    config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    known = [getattr(transformers, n, None) for n in document.get("architectures") or ()]
+    cls = next((found for found in known if found is not None), None)
+    with torch.device("meta"):
+        if cls is not None:
+            return cls(config)
+        return transformers.AutoModel.from_config(config)
+
+
+def _compare(model: Any, names: list[str]) -> NameComparison:
+    from milepost.hf.hub_family import family_of, names_on_load
+
+    own = set(model.state_dict())
+    ties = declared_ties(model)
+    family = family_of(model)
+    loaded: Mapping[str, set[str]]
+    if family is None:
+        loaded = {name: {name} for name in names}
+    else:
+        loaded = names_on_load(family, names, own)
+    filled = {runtime for found in loaded.values() for runtime in found if runtime in own}
+    filled |= {alias for alias, source in ties.items() if source in filled}
+    filled |= {source for alias, source in ties.items() if alias in filled}
+    missing = sorted(own - filled)
+    unexpected = sorted(name for name, found in loaded.items() if not found & own)
+    return NameComparison(
+        model_class=type(model).__name__,
+        missing=_without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)),
+        unexpected=_without(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None)),
+    )
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str, ...]:
+    return tuple(n for n in names if not any(re.search(pattern, n) for pattern in patterns or ()))

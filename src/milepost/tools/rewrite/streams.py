@@ -1,0 +1,117 @@
+"""Bytes of a file in order, compared with the digests that are recorded for it on the way."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from milepost.engine.read import read_fully
+from milepost.engine.source import memory_of
+from milepost.errors import DigestMismatchError, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from milepost.format.digests import Extent
+
+_HASH_PIECE_NBYTES = 256 * 1024
+
+
+class SourceFiles:
+    """Descriptors of files that are read, opened when first asked for; from any thread."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._guard = threading.Lock()
+
+    def descriptor(self, path: Path) -> int:
+        with self._guard:
+            if path not in self._descriptors:
+                try:
+                    self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise StorageError(
+                        f"{path}: {error.strerror}", path=path, number=error.errno
+                    ) from error
+            return self._descriptors[path]
+
+    def close(self) -> None:
+        with self._guard:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+
+class Stream(Protocol):
+    """Bytes that come one after the other."""
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with the bytes that come next."""
+        ...
+
+
+class MemoryStream:
+    """The bytes of a tensor that was read, from `start` on."""
+
+    def __init__(self, tensor: torch.Tensor, start: int) -> None:
+        self._tensor = tensor.contiguous()
+        self._position = start
+
+    def read_into(self, view: memoryview) -> None:
+        view[:] = memory_of(self._tensor)[self._position : self._position + view.nbytes]
+        self._position += view.nbytes
+
+
+class FileStream:
+    """The bytes `[start, end)` of a file, read piece by piece in order.
+
+    `extents` are recorded for the file, ascending. Each that lies inside is compared once its last
+    byte was read: `DigestMismatchError` names `what` they are bytes of.
+    """
+
+    def __init__(
+        self,
+        files: SourceFiles,
+        path: Path,
+        start: int,
+        end: int,
+        *,
+        what: str,
+        extents: Sequence[Extent] = (),
+    ) -> None:
+        self._path, self._what, self._position = path, what, start
+        self._descriptor = files.descriptor(path)
+        self._extents = [e for e in extents if e.nbytes and e.start >= start and e.end <= end]
+        self._extents.reverse()  # the next one is last
+        self._hasher = xxhash.xxh3_128()
+
+    def read_into(self, view: memoryview) -> None:
+        read_fully(self._descriptor, view, self._position, self._path)
+        self._compare(view)
+        self._position += view.nbytes
+
+    def _compare(self, view: memoryview) -> None:
+        position, end = self._position, self._position + view.nbytes
+        while self._extents and position < end:
+            extent = self._extents[-1]
+            first = max(position, extent.start)
+            last = min(end, extent.end)
+            for begin in range(first, last, _HASH_PIECE_NBYTES):
+                stop = min(begin + _HASH_PIECE_NBYTES, last)
+                self._hasher.update(view[begin - self._position : stop - self._position])
+            if last < extent.end:
+                return
+            if self._hasher.digest() != extent.digest:
+                raise DigestMismatchError(
+                    f"{self._path}: {self._what}: bytes {extent.start} to {extent.end} are not "
+                    "those that were saved; nothing was written; use another checkpoint",
+                    path=self._path,
+                )
+            self._hasher.reset()
+            self._extents.pop()
+            position = last
