@@ -19,12 +19,31 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/guides/command-line.md"
 LEGACY = ROOT / "docs/guides/legacy.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## `([a-z-]+)`\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE))
+PAGES = [PAGE, *sorted(PAGE.parent.glob("tools*.md"))]  # those of what comes after training
+SECTION = re.compile(r"^## `([a-z0-9-]+)`\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+SECTIONS = {
+    name: text for page in PAGES for name, text in SECTION.findall(page.read_text(encoding="utf-8"))
+}
 
 
 def commands() -> dict[str, Any]:
     group: Any = typer.main.get_command(make_app())
     return dict(group.commands)
+
+
+SHARED = ("max_shard_size", "dry_run", "check", "threads", "memory", "quiet", "as_json")
+
+
+def is_tool(command: Any) -> bool:
+    """Whether it is an after-training verb, which has the options that the page says once."""
+    return set(SHARED) <= {parameter.name for parameter in command.params}
+
+
+def test_the_options_that_all_tools_share_are_explained_once() -> None:
+    text = (PAGE.parent / "tools.md").read_text(encoding="utf-8")
+    section = text[text.index("## What all verbs share") :]
+    for name in SHARED:
+        assert f"`--{name.removeprefix('as_').replace('_', '-')}" in section, name
 
 
 def test_the_page_has_every_command() -> None:
@@ -34,7 +53,7 @@ def test_the_page_has_every_command() -> None:
 def test_each_command_is_shown_with_all_its_options() -> None:
     for name, command in commands().items():
         for parameter in command.params:
-            if parameter.name == "help":
+            if parameter.name == "help" or (is_tool(command) and parameter.name in SHARED):
                 continue
             word = parameter.opts[-1] if parameter.opts[0].startswith("-") else parameter.metavar
             assert word in SECTIONS[name], f"{name}: {word}"

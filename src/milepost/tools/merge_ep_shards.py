@@ -1,0 +1,312 @@
+"""`merge_ep_shards`: experts that ranks saved slice by slice become one Hugging Face checkpoint.
+
+Slices joined in order of rank are what the modules of the run held. A save of Milepost holds them
+as the modules of transformers do; others hold them as a matrix product wants them, input dim first,
+and are turned. Which it is, is recorded: only the former has a manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from milepost.errors import InvalidInputError
+from milepost.hf.ep_families import EP_FAMILIES, EpSave, supported_ep_merge_model_types
+from milepost.hf.expert_layouts import DOWN, EXPERT_NAMES, GATE_UP, UP, ExpertNames
+from milepost.layouts.directory import DirectoryCheckpoint
+from milepost.storage import fileops
+from milepost.storage.fileops import PathLike
+from milepost.tools.rewrite.groups import Computed, Group, TensorSpec, block_of, joined, passed
+from milepost.tools.rewrite.options import Mode, RewriteOptions
+from milepost.tools.rewrite.report import RewriteReport
+from milepost.tools.rewrite.rewrite import Rewrite
+from milepost.tools.rewrite.run import run_rewrite
+from milepost.tools.rewrite.source import EpSlices, Source, SourceTensor, open_source
+
+__all__ = ["InputShards", "merge_ep_shards", "supported_ep_merge_model_types"]
+
+_SLICE = re.compile(r"(?P<base>.+)\.shard_(?P<rank>\d+)")
+_EXPERTS = re.compile(r"(?P<prefix>(?:.*\.)?(?:experts|routed_experts))\.(?P<leaf>\w+)")
+_GMM = {"gate_proj_gmm": "gate_proj", "up_proj_gmm": "up_proj"}
+_LEAVES = (GATE_UP, "gate_proj", UP, DOWN)
+_FUSED_ON_HUB = frozenset(
+    {
+        "cohere2_moe", "cohere2_vision", "deepseek_v4", "gemma4", "gemma4_text", "glm5_next",
+        "glm5_next_text", "gpt_oss", "inkling_mm_model", "inkling_text", "mistral3", "mistral4",
+        "qwen3_5_moe", "qwen3_5_moe_text", "zaya",
+    }
+)  # fmt: skip
+"""Families whose merged experts are banks; those of all others are single tensors."""
+
+
+class InputShards(Enum):
+    """What becomes of the input once the output is complete and durable."""
+
+    KEEP = "keep"
+    DELETE = "delete"
+    """Its weight files and their index are removed; everything else stays."""
+
+
+def merge_ep_shards(
+    source: PathLike,
+    output: PathLike,
+    *,
+    input_shards: InputShards = InputShards.KEEP,
+    options: RewriteOptions | None = None,
+) -> RewriteReport:
+    """Write the `ep_sharded` save at `source` as one Hugging Face directory.
+
+    Nothing is cast. Refused are inputs that are no such save or have no index, an adapter beside
+    the slices, a model type whose slices are not known, slices that are missing or belong to no
+    expert, and expert tensors that the family does not have; other errors: see `run_rewrite`.
+    """
+    opened = open_source(source, slices=EpSlices.TAKE)
+    size = _check_source(opened)
+    kind = _model_type(opened)
+    rewrite = Rewrite(verb="merge-ep-shards", sources=[opened], groups=[])
+    slices = _slices(opened, size, rewrite)
+    merge = _Merge(kind, slices, opened, rewrite)
+    rewrite.groups = list(merge.groups())
+    rewrite.tied = {merge.rename(a): merge.rename(kept) for a, kept in opened.tied.items()}
+    rewrite.counts = {"ranks": size, "sliced tensors": len(slices)}
+    report = run_rewrite(rewrite, output, options)
+    if input_shards is InputShards.DELETE and report.mode is Mode.WRITE:
+        assert opened.set is not None
+        for name in (*opened.set.part_names, opened.set.index_path.name):
+            fileops.unlink(opened.set.directory / name)
+        fileops.sync_directory(opened.set.directory)
+    return report
+
+
+def _check_source(source: Source) -> int:
+    """The number of ranks; `InvalidInputError` for what is no save of slices."""
+    if not source.is_ep_sharded or source.set is None:
+        raise InvalidInputError(
+            f"{source.path}: no ep_sharded save: its weights are whole already", path=source.path
+        )
+    if source.set.index is None:
+        raise InvalidInputError(
+            f"{source.path}: slices of experts without their index, which says how many ranks "
+            "there were; copy the index too",
+            path=source.path,
+        )
+    size = source.set.index.metadata.get("ep_size")
+    if isinstance(size, str) and size.isdecimal():
+        size = int(size)
+    if not isinstance(size, int) or size < 1:
+        raise InvalidInputError(
+            f"{source.set.index_path}: metadata.ep_size is {size!r}, expected a number of ranks",
+            path=source.set.index_path,
+        )
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        if (source.path / name).exists():
+            raise InvalidInputError(
+                f"{source.path}: {name} lies beside the slices: an adapter over them, which a "
+                "merge of the slices would leave behind; merge the adapter instead",
+                path=source.path,
+            )
+    return size
+
+
+def _model_type(source: Source) -> str:
+    kinds = source.model_types
+    found = [kind for kind in kinds if EP_FAMILIES.get(kind) is EpSave.SLICES]
+    if not found:
+        stated = kinds[0] if kinds else None
+        raise InvalidInputError(
+            f"{source.path}: the model type {stated!r} is none of those whose slices can be "
+            f"merged ({', '.join(supported_ep_merge_model_types())})",
+            path=source.path,
+        )
+    return found[0]
+
+
+def _slices(source: Source, size: int, rewrite: Rewrite) -> dict[str, list[SourceTensor]]:
+    """The slices of each tensor in order of rank."""
+    held: dict[str, dict[int, SourceTensor]] = {}
+    for tensor in source.tensors.values():
+        found = _SLICE.fullmatch(tensor.name)
+        if found is not None:
+            held.setdefault(found["base"], {})[int(found["rank"])] = tensor
+    made = {}
+    for base, by_rank in held.items():
+        expert = _EXPERTS.fullmatch(base)
+        leaf = "" if expert is None else _leaf(expert["leaf"])
+        if leaf.removesuffix("_bias") not in _LEAVES:
+            rewrite.problems.refuse(f"{base}: cut into slices, but no known tensor of experts")
+        if sorted(by_rank) != list(range(size)):
+            there = ", ".join(map(str, sorted(by_rank)))
+            rewrite.problems.refuse(f"{base}: {size} slices expected, ranks {there} are there")
+            continue
+        ordered = [by_rank[rank] for rank in range(size)]
+        if len({(tensor.dtype, tensor.shape[1:]) for tensor in ordered}) != 1:
+            rewrite.problems.refuse(f"{base}: slices differ in dtype or in shape besides dim 0")
+        made[base] = ordered
+    return made
+
+
+def _leaf(name: str) -> str:
+    """A name that a grouped matrix product gives, as the plain one."""
+    for old, new in _GMM.items():
+        name = name.replace(old, new)
+    return name
+
+
+class _Merge:
+    """The groups of one merge."""
+
+    def __init__(
+        self, kind: str, slices: Mapping[str, list[SourceTensor]], source: Source, rewrite: Rewrite
+    ) -> None:
+        self._slices, self._source, self._problems = slices, source, rewrite.problems
+        self._kind = kind
+        self._names: ExpertNames | None = None if kind in _FUSED_ON_HUB else EXPERT_NAMES.get(kind)
+        # Turned: the input dim comes first, as in `x @ w`.
+        self._is_turned = kind != "gpt_oss" and not isinstance(
+            source.checkpoint, DirectoryCheckpoint
+        )
+        self._layers = {name.rpartition(".experts")[0] for name in slices}
+
+    def rename(self, name: str) -> str:
+        """A name of a module as that of the hub, in layers that have slices."""
+        layer = next((layer for layer in self._layers if name.startswith(f"{layer}.")), None)
+        if layer is None or self._names is None:
+            return name
+        for old, new in self._names.renames:
+            name = name.replace(old, new)
+        return name
+
+    def groups(self) -> Iterator[Group]:
+        """Groups in the order in which their first tensor lies in the input."""
+        done: set[str] = set()
+        for tensor in self._source.tensors.values():
+            found = _SLICE.fullmatch(tensor.name)
+            if found is None:
+                yield passed(tensor, name=self.rename(tensor.name))
+                continue
+            expert = _EXPERTS.fullmatch(found["base"])
+            if expert is None or expert["prefix"] in done or found["base"] not in self._slices:
+                continue
+            done.add(expert["prefix"])
+            banks = {
+                _leaf(name.removeprefix(f"{expert['prefix']}.")): parts
+                for name, parts in self._slices.items()
+                if name.startswith(f"{expert['prefix']}.")
+            }
+            make = self._banks if self._names is None else self._singles
+            yield from make(expert["prefix"], banks)
+
+    def _singles(self, prefix: str, banks: Mapping[str, list[SourceTensor]]) -> Iterator[Group]:
+        """One tensor for each expert and projection, slice by slice."""
+        assert self._names is not None
+        place = self.rename(prefix)
+        for leaf, parts in banks.items():
+            kind = "bias" if leaf.endswith("_bias") else "weight"
+            first = 0
+            for part in parts:
+                cuts = self._cuts(leaf.removesuffix("_bias"), part, kind)
+                if kind == "weight" and self._is_turned:
+                    yield self._turned(part, place, first, cuts)
+                else:
+                    for expert in range(part.shape[0]):
+                        for name, rows in cuts:
+                            full = f"{place}.{first + expert}.{name}.{kind}"
+                            yield block_of(part, full, expert, rows=rows)
+                first += part.shape[0]
+
+    def _cuts(self, leaf: str, part: SourceTensor, kind: str) -> list[tuple[str, tuple[int, int]]]:
+        """Projections in a slice, and which of the output features each has."""
+        names = self._names
+        assert names is not None
+        dim = 2 if kind == "weight" and self._is_turned else 1
+        length = part.shape[dim] if len(part.shape) > dim else 0
+        if leaf == GATE_UP:
+            return [(str(names.gate), (0, length // 2)), (names.up, (length // 2, length))]
+        single = {DOWN: names.down, UP: names.up, "gate_proj": names.gate}[leaf]
+        return [(str(single), (0, length))]
+
+    def _turned(
+        self, part: SourceTensor, place: str, first: int, cuts: list[tuple[str, tuple[int, int]]]
+    ) -> Computed:
+        """The experts of a slice [E, in, out], each projection as [out, in]."""
+        experts, inputs = part.shape[:2]
+        wanted = [
+            (f"{place}.{first + expert}.{name}.weight", expert, rows)
+            for expert in range(experts)
+            for name, rows in cuts
+        ]
+        outputs = tuple(
+            TensorSpec(name=name, dtype=part.dtype, shape=(rows[1] - rows[0], inputs))
+            for name, _, rows in wanted
+        )
+
+        def make(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            whole = tensors["slice"]
+            return {name: whole[expert, :, slice(*rows)].t() for name, expert, rows in wanted}
+
+        return Computed(inputs={"slice": part}, outputs=outputs, make=make)
+
+    def _banks(self, prefix: str, banks: Mapping[str, list[SourceTensor]]) -> Iterator[Group]:
+        """Whole banks: slices joined, turned and gate and up put together where they must be."""
+        apart = {leaf for leaf in banks if leaf.startswith(("gate_proj", UP))}
+        for suffix in ("", "_bias"):
+            pair = (f"gate_proj{suffix}", f"{UP}{suffix}")
+            if apart & set(pair):
+                if not set(pair) <= apart:
+                    self._problems.refuse(f"{prefix}: {', '.join(sorted(apart))} without its pair")
+                    continue
+                yield self._pair(prefix, suffix, *(banks[leaf] for leaf in pair))
+        for leaf, parts in banks.items():
+            if leaf in apart:
+                continue
+            experts = sum(part.shape[0] for part in parts)
+            if len(parts[0].shape) == 3 and self._is_turned:
+                yield self._turned_bank(f"{prefix}.{leaf}", experts, parts)
+            else:
+                yield joined(f"{prefix}.{leaf}", (experts, *parts[0].shape[1:]), parts)
+
+    def _turned_bank(self, name: str, experts: int, parts: list[SourceTensor]) -> Computed:
+        _, rows, columns = parts[0].shape
+        spec = TensorSpec(name=name, dtype=parts[0].dtype, shape=(experts, columns, rows))
+        inputs = {str(rank): part for rank, part in enumerate(parts)}
+
+        def make(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: torch.cat([tensors[key].transpose(1, 2) for key in inputs])}
+
+        return Computed(inputs=inputs, outputs=(spec,), make=make)
+
+    def _pair(
+        self, prefix: str, suffix: str, gates: list[SourceTensor], ups: list[SourceTensor]
+    ) -> Computed:
+        """Gate and up that lie apart, as one bank: halves, or interleaved for GPT-OSS."""
+        experts = sum(part.shape[0] for part in gates)
+        inner = gates[0].shape[-1]
+        name = f"{prefix}.{GATE_UP}{suffix}"
+        interleaves = self._kind == "gpt_oss"
+        turns = self._is_turned and not suffix
+        middle = gates[0].shape[1:-1]
+        shape = (experts, 2 * inner, *middle) if turns else (experts, *middle, 2 * inner)
+        spec = TensorSpec(name=name, dtype=gates[0].dtype, shape=shape)
+        inputs = {f"gate{rank}": part for rank, part in enumerate(gates)}
+        inputs |= {f"up{rank}": part for rank, part in enumerate(ups)}
+        make = partial(_paired, name, len(gates), interleaves, turns)
+        return Computed(inputs=inputs, outputs=(spec,), make=make)
+
+
+def _paired(
+    name: str, count: int, interleaves: bool, turns: bool, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    made = []
+    for rank in range(count):
+        gate, up = tensors[f"gate{rank}"], tensors[f"up{rank}"]
+        if interleaves:
+            made.append(torch.stack([gate, up], dim=-1).flatten(-2))
+            continue
+        whole = torch.cat([gate, up], dim=-1)
+        made.append(whole.transpose(1, 2) if turns else whole)
+    return {name: torch.cat(made)}
