@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK_NUMEL = 2**20
+CHUNK_NUMEL = 2**17
 
 
 class Inputs(NamedTuple):

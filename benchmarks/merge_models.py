@@ -1,0 +1,213 @@
+"""Merging models: `merge-models` against mergekit, method by method; seconds and extra memory.
+
+Three synthetic Llamas of bf16 (`--nbytes` each), in parts of a quarter. Both write bf16 out of fp32
+arithmetic. Every run is a process of its own, whose imports are not timed; nothing of mergekit's
+is fsynced, Milepost's output is durable and has digests. Bars: linear, slerp and task arithmetic at
+least 2 times faster, TIES, DARE and DELLA at least 10 times, with at most a quarter of the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from _common import (
+    MIB,
+    Options,
+    Report,
+    Result,
+    answer,
+    child,
+    find,
+    parse_options,
+    progress,
+    settle,
+    work_directory,
+)
+from _state import llm_shapes
+
+METHODS = {
+    **dict.fromkeys(("linear", "slerp", "task_arithmetic"), 2.0),
+    **dict.fromkeys(("ties", "dare_ties", "della"), 10.0),
+}
+MODELS = ("base", "one", "two")
+
+
+def write_models(directory: Path, nbytes: int) -> None:
+    """The base, and two that differ from it a little, in four parts each."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    shapes = llm_shapes(nbytes)
+    hidden = shapes["model.norm.weight"][0]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": shapes["model.layers.0.mlp.up_proj.weight"][0],
+        "num_hidden_layers": 24,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 64,
+        "vocab_size": shapes["lm_head.weight"][0],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    for number, name in enumerate(MODELS):
+        place = directory / name
+        place.mkdir()
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.Generator().manual_seed(number)
+        tensors = {}
+        for key, shape in shapes.items():
+            tensor = torch.randn(shape, generator=generator).mul_(0.02)
+            if number:
+                tensor.add_(torch.randn(shape, generator=noise), alpha=0.002)
+            tensors[key] = tensor.bfloat16()
+        split = split_torch_state_dict_into_shards(tensors, max_shard_size=nbytes // 4)
+        for file, keys in split.filename_to_tensors.items():
+            save_file({key: tensors[key] for key in keys}, place / file, {"format": "pt"})
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (place / "model.safetensors.index.json").write_text(json.dumps(index))
+        (place / "config.json").write_text(json.dumps(config))
+
+
+def document(directory: Path, method: str) -> dict[str, Any]:
+    """The merge as both read it."""
+    base, one, two = (str(directory / name) for name in MODELS)
+    if method == "slerp":
+        models = [{"model": base}, {"model": one}]
+        return {
+            "merge_method": method,
+            "base_model": base,
+            "models": models,
+            "parameters": {"t": 0.5},
+        }
+    parameters: dict[str, float] = {"weight": 0.5}
+    if method not in ("linear", "task_arithmetic"):
+        parameters["density"] = 0.5
+    models = [{"model": path, "parameters": parameters} for path in (one, two)]
+    more = {} if method == "linear" else {"base_model": base}
+    return {"merge_method": method, "models": models, **more}
+
+
+def merge_by_milepost(directory: Path, method: str) -> dict[str, float]:
+    import yaml
+
+    from milepost.tools.merge_models import Tokenizers, merge_models
+    from milepost.tools.merging.recipe import recipe_from_yaml
+
+    recipe_file = directory / "merge.yaml"
+    recipe_file.write_text(yaml.safe_dump(document(directory, method)))
+    recipe = recipe_from_yaml(recipe_file)
+    out = directory / "output" / "merged"
+    run = partial(merge_models, recipe, out, tokenizers=Tokenizers.ALLOW_MISSING)
+    return _measured(run)
+
+
+def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    full = {**document(directory, method), "dtype": "float32", "out_dtype": "bfloat16"}
+    options = MergeOptions(copy_tokenizer=False, write_model_card=False, quiet=True)
+    out = str(directory / "output" / "merged")
+    config = MergeConfiguration.model_validate(full)
+    return _measured(lambda: run_merge(config, out, options))
+
+
+def _measured(run: Any) -> dict[str, float]:
+    """Seconds, and how far anonymous memory rises."""
+    import threading
+
+    before = _anonymous_nbytes()
+    peak, stop = [before], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            peak[0] = max(peak[0], _anonymous_nbytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    stop.set()
+    thread.join()
+    return {"seconds": seconds, "extra": peak[0] - before}
+
+
+def _anonymous_nbytes() -> int:
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        text = file.read(4096)
+    line = next(line for line in text.splitlines() if line.startswith(b"RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+CONTENDERS = {"milepost": merge_by_milepost, "mergekit": merge_by_mergekit}
+
+
+def measure(report: Report, options: Options, directory: Path) -> None:
+    import shutil
+
+    for method, limit in METHODS.items():
+        results = {
+            name: Result(name=name, group="", synced="-", is_baseline=name == "mergekit")
+            for name in CONTENDERS
+        }
+        extra: dict[str, int] = dict.fromkeys(CONTENDERS, 0)
+        for number in range(options.rounds + 1):
+            order = list(CONTENDERS)
+            for name in order[::-1] if number % 2 else order:
+                (directory / "output").mkdir()
+                settle()
+                found = child(options, f"{name}/{method}/{directory}")
+                shutil.rmtree(directory / "output")
+                if number:
+                    results[name].seconds.append(found["seconds"])
+                    extra[name] = max(extra[name], found["extra"])
+            progress(f"{method}: round {number} of {options.rounds}")
+        for name, result in results.items():
+            result.more["extra MiB"] = round(extra[name] / MIB, 1)
+        listed = list(results.values())
+        report.times(method, listed, nbytes=options.nbytes)
+        own, other = find(listed, "milepost"), find(listed, "mergekit")
+        report.bar(
+            f"{method}: time of mergekit / merge-models",
+            found=other.median / own.median,
+            limit=limit,
+            higher_is_better=True,
+        )
+        report.bar(
+            f"{method}: memory of merge-models / mergekit",
+            found=extra["milepost"] / max(1, extra["mergekit"]),
+            limit=0.25,
+            higher_is_better=False,
+        )
+
+
+def main() -> int:
+    assert __doc__ is not None
+    options = parse_options(__doc__, nbytes="512MiB", rounds=3)
+    if options.child is not None:
+        name, method, place = options.child.split("/", 2)
+        answer(CONTENDERS[name](Path(place), method))
+        return 0
+    report = Report(title="merge models", options=options)
+    with work_directory(options) as directory:
+        write_models(directory, options.nbytes)
+        measure(report, options, directory)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
