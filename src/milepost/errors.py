@@ -28,6 +28,7 @@
     |   `-- RankTimeoutError (TimeoutError)     some ranks never answered
     |-- SaveOutcomeUnknownError (RuntimeError)  rank 0 fell silent: look at the run before going on
     |-- CheckpointMigrationError (RuntimeError) a legacy file could not be converted
+    |-- PublishError (RuntimeError)             the Hub refused, or was not reached: nothing changed
     `-- MissingExtraError (ImportError)         an optional dependency is needed
 
 Each class has a `code`, a short stable word for logs and `--json`; codes are append-only.
@@ -220,6 +221,16 @@ class LoadTornError(CheckpointError, RuntimeError):
 
 class CheckpointMigrationError(CheckpointError, RuntimeError):
     code = "migration"
+
+
+class PublishError(CheckpointError, RuntimeError):
+    """`status` is the HTTP status that was answered, None when there was no answer."""
+
+    code = "publish"
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class MissingExtraError(CheckpointError, ImportError):

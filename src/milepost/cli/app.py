@@ -21,6 +21,8 @@ COMMAND_MODULES = (
     "milepost.cli.commands_read",
     "milepost.cli.commands_write",
     "milepost.cli.migrate",
+    "milepost.cli.commands_hub",
+    "milepost.cli.tools",
 )
 
 # typer bundles click or imports it, depending on its version: the class is found through its own.
