@@ -34,6 +34,14 @@ def test_plain_tensors_that_ranks_state_alike_are_replicas_of_one_holding() -> N
     assert holding.replicas(()) == (0, 1, 2)
 
 
+def test_replicas_stay_one_class_of_ranks_though_one_rank_holds_more_besides() -> None:
+    alike = merge_inventories([((0, 1, 2), inventory(w=leaf(SELF)))])
+    merged = merge_inventories(
+        [((0,), inventory(w=leaf(SELF), extra=leaf(SELF))), ((1, 2), inventory(w=leaf(SELF)))]
+    )
+    assert merged.sets["model"]["w"] == alike.sets["model"]["w"]
+
+
 def test_stages_that_lack_each_others_names_are_joined_in_order_of_rank() -> None:
     merged = merge_inventories(
         [((1,), inventory(late=leaf(SELF))), ((0,), inventory(early=leaf(SELF)))]

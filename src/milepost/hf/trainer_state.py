@@ -65,10 +65,11 @@ def trainer_state(
         "total_flos": total_flos,
         "train_batch_size": train_batch_size,
     }
-    return _strict(document)
+    return encode_trainer_state(document)
 
 
-def _strict(document: Any) -> tuple[bytes, list[str]]:
+def encode_trainer_state(document: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+    """The bytes of a whole document, such as the fields of a live `TrainerState`, and notes."""
     notes: list[str] = []
     plain = _plain(document, "", notes)
     text = json.dumps(plain, indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -188,15 +188,15 @@ def merge_inventories(found: Iterable[tuple[Sequence[int], Inventory]]) -> Inven
     found = list(found)
     merged = Inventory(frozen=_merge_frozen(inventory for _, inventory in found))
     origin: dict[tuple[str, str], int] = {}
+    holders = _holders(found)
     for ranks, inventory in sorted(found, key=lambda item: min(item[0])):
         first = min(ranks)
-        whole = PlacementClass((len(ranks),), tuple(sorted(ranks)), (Replicate(),))
         for key, text in inventory.facts.items():
             _merge_fact(merged, origin, key, text, first)
         for name, leaves in inventory.sets.items():
             target = merged.sets.setdefault(name, {})
             for fqn, leaf in leaves.items():
-                named = _with_ranks(leaf, whole)
+                named = _with_ranks(leaf, holders.get((name, fqn), ()))
                 target[fqn] = _merge_leaf(target.get(fqn), named, f"{name}: {fqn}", origin, first)
         _merge_views(merged, inventory, origin, first)
     return merged
@@ -230,9 +230,23 @@ def _merge_views(
                 )
 
 
-def _with_ranks(leaf: LeafInfo, whole: PlacementClass) -> LeafInfo:
+def _holders(
+    found: Sequence[tuple[Sequence[int], Inventory]],
+) -> dict[tuple[str, str], tuple[int, ...]]:
+    """The ranks that hold a leaf whole and plain, whatever else their inventories differ in."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for ranks, inventory in found:
+        for name, leaves in inventory.sets.items():
+            for fqn, leaf in leaves.items():
+                if SELF in leaf.classes:
+                    holders.setdefault((name, fqn), []).extend(ranks)
+    return {place: tuple(sorted(ranks)) for place, ranks in holders.items()}
+
+
+def _with_ranks(leaf: LeafInfo, holders: Sequence[int]) -> LeafInfo:
     if SELF not in leaf.classes:
         return leaf
+    whole = PlacementClass((len(holders),), tuple(holders), (Replicate(),))
     classes = tuple(whole if c == SELF else c for c in leaf.classes)
     return LeafInfo(dtype=leaf.dtype, shape=leaf.shape, itemsize=leaf.itemsize, classes=classes)
 

@@ -1,0 +1,369 @@
+"""Lightning trains, saves and resumes through Milepost: exactly, and without a pickle."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import milepost as mp
+from milepost.errors import DamagedError, InvalidInputError, UnencodableError
+from tests.states import same
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises about the size of machines
+
+import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.environments import ClusterEnvironment  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+from milepost.integrations.lightning import (  # noqa: E402
+    MilepostCheckpointIO,
+    MilepostRandomState,
+    MilepostStrategy,
+)
+
+
+class Small(pl.LightningModule):  # type: ignore[misc]
+    """Dropout and shuffling draw from the global generators; the schedule has a state."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        return (self.net(batch[0]) - batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        data = torch.arange(64.0).reshape(16, 4) / 64
+        return DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+
+
+def trainer(path: Path, epochs: int, **keywords: Any) -> pl.Trainer:
+    keep = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "plugins": [MilepostCheckpointIO()],
+        "callbacks": [keep, MilepostRandomState()],
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": path,
+    }
+    return pl.Trainer(max_epochs=epochs, **{**defaults, **keywords})
+
+
+def fit(
+    path: Path, epochs: int, *, resume: Path | None = None, seed: int = 0, **keywords: Any
+) -> Any:
+    """The trainer after training a new module, from the checkpoint `resume` on."""
+    torch.manual_seed(seed)
+    module = keywords.pop("module", Small)()
+    made = trainer(path, epochs, **keywords)
+    made.fit(module, ckpt_path=None if resume is None else str(resume), weights_only=False)
+    return made
+
+
+def state_of(made: pl.Trainer) -> dict[str, Any]:
+    optimizer = made.optimizers[0].state_dict()
+    weights = {name: tensor.clone() for name, tensor in made.lightning_module.state_dict().items()}
+    return {"weights": weights, "optimizer": optimizer, "step": made.global_step}
+
+
+def test_a_run_that_is_resumed_ends_with_the_bits_of_one_that_never_stopped(
+    tmp_path: Path,
+) -> None:
+    whole = state_of(fit(tmp_path / "whole", 4))
+    fit(tmp_path / "cut", 2)
+    resumed = fit(tmp_path / "cut", 4, resume=tmp_path / "cut" / "epoch=1.ckpt", seed=9)
+    assert same(state_of(resumed), whole)
+    assert not same(state_of(fit(tmp_path / "other", 4, seed=9))["weights"], whole["weights"])
+
+
+class Resumable(Small):
+    """The loader tells where it stands, so that a save within an epoch is exact too."""
+
+    def train_dataloader(self) -> Any:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        data = torch.arange(64.0).reshape(16, 4) / 64
+        return StatefulDataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+
+
+def test_a_save_within_an_epoch_resumes_exactly_with_a_loader_that_has_a_state(
+    tmp_path: Path,
+) -> None:
+    def callbacks(path: Path) -> list[Any]:
+        keep = ModelCheckpoint(path, filename="{step}", save_top_k=-1, every_n_train_steps=5)
+        return [keep, MilepostRandomState()]
+
+    def run(where: str, **keywords: Any) -> Any:
+        path = tmp_path / where
+        return fit(path, 3, module=Resumable, callbacks=callbacks(path), **keywords)
+
+    whole = state_of(run("whole"))
+    resumed = run("cut", resume=tmp_path / "whole" / "step=10.ckpt", seed=9)
+    assert same(state_of(resumed), whole)
+
+
+def test_a_checkpoint_is_a_directory_without_a_pickle_that_verifies(tmp_path: Path) -> None:
+    made = fit(tmp_path, 1)
+    path = tmp_path / "epoch=0.ckpt"
+    files = [place for place in path.rglob("*") if place.is_file()]
+    assert files and not any(zipfile.is_zipfile(place) for place in files)
+    assert {place.suffix for place in files if place.name != "digests.bin"} == {
+        ".safetensors", ".json"
+    }  # fmt: skip
+    opened = mp.Checkpoint.open(path)
+    assert opened.verify().ok and opened.info.step == made.global_step == 8
+    assert same(dict(opened.read_weights()), dict(made.lightning_module.state_dict()))
+
+
+def test_hyper_parameters_that_only_a_pickle_could_hold_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UnencodableError, match=r"hyper_parameters.*model"):
+        fit(tmp_path, 1, module=lambda: Small(model=nn.Linear(1, 1)))
+    assert not list(tmp_path.glob("*.ckpt"))
+    fit(tmp_path, 1, module=lambda: Small(width=8, betas=(0.9, 0.95)))
+    loaded = MilepostCheckpointIO().load_checkpoint(tmp_path / "epoch=0.ckpt")
+    assert loaded["hyper_parameters"] == {"width": 8, "betas": (0.9, 0.95)}
+
+
+def test_a_checkpoint_of_stock_lightning_resumes(tmp_path: Path) -> None:
+    stock = [ModelCheckpoint(tmp_path / "stock", filename="{epoch}", save_top_k=-1)]
+    fit(tmp_path / "stock", 2, plugins=[], callbacks=stock)
+    path = tmp_path / "stock" / "epoch=1.ckpt"
+    assert path.is_file()
+    with_stock = state_of(fit(tmp_path / "a", 3, resume=path, seed=5, plugins=[], callbacks=[]))
+    with_ours = state_of(fit(tmp_path / "b", 3, resume=path, seed=5, callbacks=[]))
+    assert same(with_ours, with_stock)
+
+
+def test_what_lightning_removes_is_gone_and_what_it_keeps_is_whole(tmp_path: Path) -> None:
+    fit(tmp_path, 3, callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}")])
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=2.ckpt"]
+    assert mp.Checkpoint.open(tmp_path / "epoch=2.ckpt").verify().ok
+    io = MilepostCheckpointIO()
+    (tmp_path / "last.ckpt").symlink_to("epoch=2.ckpt")
+    io.remove_checkpoint(tmp_path / "last.ckpt")
+    assert (tmp_path / "epoch=2.ckpt").is_dir()
+    io.remove_checkpoint(tmp_path / "nothing.ckpt")
+
+
+def test_a_save_of_the_same_name_replaces_and_damage_is_found_when_asked_for(
+    tmp_path: Path,
+) -> None:
+    path, io = tmp_path / "last.ckpt", MilepostCheckpointIO(verify=mp.Verify.DIGESTS)
+    shared = torch.ones(3)
+    for step in (1, 2):
+        io.save_checkpoint(
+            {"state_dict": {"a.w": shared, "b.w": shared}, "global_step": step, "epoch": 0}, path
+        )
+    loaded = io.load_checkpoint(path, map_location="cpu")
+    assert loaded["global_step"] == 2
+    assert loaded["state_dict"]["a.w"] is loaded["state_dict"]["b.w"]
+    raw = bytearray((path / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "model.safetensors").write_bytes(bytes(raw))
+    with pytest.raises(DamagedError, match="nothing was loaded"):
+        io.load_checkpoint(path)
+    with pytest.raises(InvalidInputError, match="storage_options"):
+        io.save_checkpoint({}, path, storage_options={})
+
+
+def test_random_state_of_another_number_of_ranks_is_reported(tmp_path: Path) -> None:
+    callback = MilepostRandomState()
+    callback.load_state_dict({"ranks": callback.state_dict()["ranks"] * 3})
+    with pytest.warns(mp.errors.CheckpointWarning, match="3 ranks, this run has 1"):
+        fit(tmp_path, 1, callbacks=[callback])
+
+
+def test_a_checkpoint_of_other_origin_is_refused(tmp_path: Path) -> None:
+    mp.save(tmp_path / "checkpoint-1", {"model": nn.Linear(2, 2)}, step=1)
+    with pytest.raises(InvalidInputError, match="Lightning did not save"):
+        MilepostCheckpointIO().load_checkpoint(tmp_path / "checkpoint-1")
+
+
+# ---- several ranks
+
+
+class Ranks(ClusterEnvironment):  # type: ignore[misc]
+    """The ranks of the group that exists already."""
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return torch.distributed.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def on_ranks(path: Path, epochs: int, **keywords: Any) -> pl.Trainer:
+    plugins = [Ranks(), *keywords.pop("plugins", [])]
+    made: pl.Trainer = fit(path, epochs, devices=2, plugins=plugins, **keywords)
+    return made
+
+
+def ddp_rank(rank: int, world_size: int, path: Path) -> None:
+    def run(where: str, epochs: int, **keywords: Any) -> dict[str, Any]:
+        strategy = DDPStrategy(process_group_backend="gloo")
+        plugins = [MilepostCheckpointIO()]
+        made = on_ranks(path / where, epochs, strategy=strategy, plugins=plugins, **keywords)
+        return state_of(made)
+
+    whole = run("whole", 4)
+    run("cut", 2)
+    resumed = run("cut", 4, resume=path / "cut" / "epoch=1.ckpt", seed=9)
+    assert same(resumed, whole)
+    assert mp.Checkpoint.open(path / "cut" / "epoch=3.ckpt").verify().ok
+
+
+def test_a_run_under_ddp_resumes_with_the_random_state_of_every_rank(tmp_path: Path) -> None:
+    run_world(2, ddp_rank, tmp_path)
+
+
+class Sharded(pl.LightningModule):  # type: ignore[misc]
+    """A transformers model with a head beside it, sharded by FSDP2."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        if hasattr(self, "llm"):
+            return
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            attention_dropout=0.2,
+            pad_token_id=0,
+        )
+        self.llm = LlamaForCausalLM(config)
+        self.head = nn.Linear(16, 1)
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.llm.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.llm, mesh=mesh)
+        fully_shard(self.head, mesh=mesh)
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        tokens = batch[0]
+        out = self.llm(tokens, labels=tokens, output_hidden_states=True)
+        return out.loss + self.head(out.hidden_states[-1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        tokens = torch.arange(8 * 6).reshape(8, 6) % 32
+        return DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
+
+
+def whole_state(made: pl.Trainer) -> dict[str, Any]:
+    """Weights and moments as whole tensors; collective."""
+    state: dict[str, Any] = {}
+    for name, parameter in made.lightning_module.named_parameters():
+        state[name] = parameter.full_tensor().detach().clone()
+        for key, value in made.optimizers[0].state[parameter].items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            state[f"{name}.{key}"] = full.clone()
+    return state
+
+
+def sharded_rank(rank: int, world_size: int, path: Path) -> list[str]:
+    def run(where: str, epochs: int, **keywords: Any) -> pl.Trainer:
+        strategy = MilepostStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+        callbacks = [
+            ModelCheckpoint(path / where, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+        ]
+        return on_ranks(
+            path / where,
+            epochs,
+            strategy=strategy,
+            callbacks=callbacks,
+            module=Sharded,
+            **keywords,
+        )
+
+    whole = whole_state(run("whole", 4))
+    run("cut", 2)
+    made = run("cut", 4, resume=path / "cut" / "epoch=1.ckpt", seed=9)
+    assert same(whole_state(made), whole)
+    assert isinstance(made.strategy, MilepostStrategy)
+    assert made.strategy.report is not None and made.strategy.report.level is mp.Level.EXACT
+    return sorted(os.listdir(path / "cut" / "epoch=3.ckpt"))
+
+
+def one_rank(rank: int, world_size: int, path: Path) -> tuple[str, int]:
+    strategy = MilepostStrategy(
+        data_parallel_size=1, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    made: pl.Trainer = fit(
+        path / "one",
+        5,
+        devices=1,
+        plugins=[Ranks()],
+        strategy=strategy,
+        callbacks=[],
+        module=Sharded,
+        resume=path / "cut" / "epoch=3.ckpt",
+    )
+    assert strategy.report is not None
+    return strategy.report.level.value, made.global_step
+
+
+def test_a_sharded_run_resumes_exactly_and_its_weights_are_those_of_the_hub(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    files, _ = run_world(2, sharded_rank, tmp_path)
+    path = tmp_path / "cut" / "epoch=3.ckpt"
+    assert "model.safetensors" in files and "module" in files
+    opened = mp.Checkpoint.open(path)
+    assert opened.verify().ok and opened.info.step == 8
+    model = AutoModelForCausalLM.from_pretrained(path)
+    saved = opened.read_weights()
+    assert saved and all(torch.equal(t, model.state_dict()[n]) for n, t in saved.items())
+    assert not any(name.startswith("llm.") for name in saved)
+    assert run_world(1, one_rank, tmp_path) == [("resharded", 8 + 4)]
+    with pytest.raises(InvalidInputError, match="saved by MilepostStrategy"):
+        MilepostCheckpointIO().load_checkpoint(path)

@@ -1,0 +1,200 @@
+"""sentence-transformers' trainer with Milepost's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import sentence_transformers
+import torch
+import transformers
+
+import milepost as mp
+from milepost.integrations.transformers import MilepostTrainerMixin
+from tests.integrations.trainers import KillAt, history, run, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:sentence_transformers.*"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+
+class Trainer(MilepostTrainerMixin, sentence_transformers.SentenceTransformerTrainer):  # type: ignore[misc]
+    """The trainer of sentence-transformers with Milepost's checkpoints."""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tiny BERT with its tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_position_embeddings=32,
+    )
+    place = tmp_path / "base"
+    transformers.BertModel(config).save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+def chain(base: Path, seed: int = 0) -> Any:
+    """Transformer, pooling, a projection and a norm."""
+    from sentence_transformers.sentence_transformer import modules
+
+    first = modules.Transformer(str(base), max_seq_length=16)
+    torch.manual_seed(seed)
+    return sentence_transformers.SentenceTransformer(
+        modules=[
+            first,
+            modules.Pooling(16),
+            modules.Dense(in_features=16, out_features=8),
+            modules.Normalize(),
+        ],
+        device="cpu",
+    )
+
+
+def pairs(count: int = 16) -> Any:
+    numbers = torch.randint(3, 32, (count, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    return datasets.Dataset.from_dict(
+        {
+            "anchor": [" ".join(f"w{n}" for n in row[:4]) for row in numbers],
+            "positive": [" ".join(f"w{n}" for n in row[4:]) for row in numbers],
+            "label": [index % 3 for index in range(count)],
+        }
+    )
+
+
+def make(base: Path, out: Path, *, kill_at: int = 0, classifier: bool = False, **more: Any) -> Any:
+    from sentence_transformers.sentence_transformer import losses
+
+    model = chain(base)
+    data = pairs()
+    if classifier:
+        torch.manual_seed(3)
+        loss = losses.SoftmaxLoss(model, embedding_dimension=8, num_labels=3)
+    else:
+        loss, data = losses.MultipleNegativesRankingLoss(model), data.remove_columns("label")
+    given: dict[str, Any] = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 8,
+        "save_steps": 3,
+        "logging_steps": 2,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    args = sentence_transformers.SentenceTransformerTrainingArguments(**{**given, **more})
+    return Trainer(
+        model=model, args=args, train_dataset=data, loss=loss, callbacks=[KillAt(kill_at)]
+    )
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Everything that is trained, the loss included."""
+    return {name: value.clone() for name, value in trainer.loss.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("classifier", [False, True], ids=["ranking", "softmax"])
+def test_an_embedding_model_resumes_to_the_bits_of_one_that_never_stopped(
+    base: Path, tmp_path: Path, classifier: bool
+) -> None:
+    whole = run(make(base, tmp_path / "whole", classifier=classifier))
+    run(make(base, tmp_path / "run", kill_at=5, classifier=classifier))
+    resumed = run(make(base, tmp_path / "run", classifier=classifier), resume=True)
+    assert (resumed.milepost_report.step, resumed.milepost_report.level) == (3, mp.Level.EXACT)
+    assert history(resumed) == history(whole)
+    assert same(weights(resumed), weights(whole))
+    assert (tmp_path / "run" / "checkpoint-8" / "loss").is_dir() == classifier
+
+
+def test_sentence_transformers_loads_the_checkpoint_as_it_lies_there(
+    base: Path, tmp_path: Path
+) -> None:
+    trainer = run(make(base, tmp_path / "run"))
+    place = tmp_path / "run" / "checkpoint-8"
+    loaded = sentence_transformers.SentenceTransformer(str(place), device="cpu")
+    sentences = ["w3 w4 w5", "w9"]
+    trainer.model.eval()
+    assert torch.equal(
+        loaded.encode(sentences, convert_to_tensor=True),
+        trainer.model.encode(sentences, convert_to_tensor=True),
+    )
+    assert [type(module).__name__ for module in loaded] == [
+        "Transformer",
+        "Pooling",
+        "Dense",
+        "Normalize",
+    ]
+    assert loaded.max_seq_length == 16
+    card = (place / "README.md").read_text()
+    assert "sentence-transformers" in card and "milepost" in card
+    assert mp.Checkpoint.open(place).verify().ok
+
+
+def test_the_best_embedding_model_comes_back_at_the_end(base: Path, tmp_path: Path) -> None:
+    scores = iter([3.0, 1.0, 2.0])
+
+    class Scores:
+        """An evaluator whose first value is not the best, and whose second is."""
+
+        primary_metric = "score"
+
+        def __call__(self, model: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+            return {"score": next(scores)}
+
+    trainer = make(
+        base,
+        tmp_path / "run",
+        eval_strategy="no",
+        max_steps=9,
+        save_total_limit=1,
+        load_best_model_at_end=False,
+    )
+    trainer.evaluator = Scores()
+    trainer.args.eval_strategy = transformers.trainer_utils.IntervalStrategy.STEPS
+    trainer.args.eval_steps = 3
+    trainer.args.metric_for_best_model = "eval_score"
+    trainer.args.greater_is_better = False
+    trainer.args.load_best_model_at_end = True
+    run(trainer)
+    best = sentence_transformers.SentenceTransformer(
+        str(tmp_path / "run" / "checkpoint-6"), device="cpu"
+    )
+    assert same(best.state_dict(), trainer.model.state_dict())
+
+
+def test_a_checkpoint_of_the_stock_trainer_of_embeddings_resumes_exactly(
+    base: Path, tmp_path: Path
+) -> None:
+    class Stock(sentence_transformers.SentenceTransformerTrainer):  # type: ignore[misc]
+        pass
+
+    fine: dict[str, Any] = {"logging_steps": 1}
+    whole = run(make(base, tmp_path / "whole", **fine))
+    stock = make(base, tmp_path / "stock", kill_at=5, **fine)
+    plain = Stock(
+        model=stock.model,
+        args=stock.args,
+        train_dataset=stock.train_dataset,
+        loss=stock.loss,
+        callbacks=[KillAt(5)],
+    )
+    run(plain)
+    path = str(tmp_path / "stock" / "checkpoint-3")
+    resumed = run(make(base, tmp_path / "stock", **fine), resume=path)
+    assert history(resumed) == history(whole)
+    assert same(weights(resumed), weights(whole))

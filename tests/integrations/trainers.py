@@ -1,0 +1,144 @@
+"""Small trainers for tests: a random Llama with dropout, a few steps, and a way to kill them."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from milepost.integrations.transformers import MilepostTrainerMixin
+
+VOCABULARY = 32
+
+
+class Trainer(MilepostTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """The Trainer with Milepost's checkpoints."""
+
+
+class Killed(RuntimeError):
+    """The process ended here."""
+
+
+class KillAt(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ends a training after a step, before anything is logged or saved there."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise Killed(f"at step {self.step}")
+
+
+def tiny_config(**changes: Any) -> Any:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "attention_dropout": 0.1,
+    }
+    return transformers.LlamaConfig(**{**sizes, **changes})
+
+
+def tiny_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(tiny_config())
+
+
+def token_data(count: int = 20) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, VOCABULARY, (count, 6), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def tiny_tokenizer(words: int = VOCABULARY) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    vocabulary.update({f"w{number}": number for number in range(3, words)})
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def make(
+    out: Path, *, cls: Any = Trainer, model: Any = None, kill_at: int = 0, **options: Any
+) -> Any:
+    """A trainer of 12 steps that saves every 4th and logs every 3rd; `options` are arguments of
+    training, or of the trainer when they begin with `milepost_` or are in `own`."""
+    own = {"processing_class", "callbacks", "eval_dataset", "compute_metrics"}
+    for_trainer = {k: options.pop(k) for k in [*options] if k in own or k.startswith("milepost_")}
+    if kill_at:
+        for_trainer["callbacks"] = [*for_trainer.get("callbacks", []), KillAt(kill_at)]
+    arguments = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 12,
+        "save_steps": 4,
+        "logging_steps": 3,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return cls(
+        model=tiny_model() if model is None else model,
+        args=transformers.TrainingArguments(**{**arguments, **options}),
+        train_dataset=token_data(),
+        **for_trainer,
+    )
+
+
+def run(trainer: Any, resume: Any = None) -> Any:
+    """Train to the end, or until it is killed."""
+    with suppress(Killed):
+        trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+_OF_THE_CLOCK = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def history(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged but for what the clock, or the length of the last call, decides."""
+    last = (*_OF_THE_CLOCK, "train_loss")
+    return [
+        {
+            key: value
+            for key, value in entry.items()
+            if key not in last and "_per_" not in key and not key.endswith("_runtime")
+        }
+        for entry in trainer.state.log_history
+    ]
+
+
+def bits(model: nn.Module) -> str:
+    """A digest of the weights, whole ones in the case of DTensors; collective then."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        digest.update(name.encode())
+        digest.update(whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def outcome(trainer: Any) -> tuple[list[dict[str, Any]], str]:
+    """What two trainings that are the same agree on."""
+    return history(trainer), bits(trainer.model)
+
+
+def names(path: Path) -> set[str]:
+    """The checkpoints of a run."""
+    return {entry.name for entry in path.iterdir() if entry.name.startswith("checkpoint-")}
