@@ -5,9 +5,17 @@ contender saves once in a round, and steps go on until its checkpoint is durable
 call itself, and what the first step took longer than a step without a save: with
 `Overlap.UNTIL_STEP` the step waits for the copies.
 
+First of all the calls alone, with a state that stands still (`_staging.py`): how long a save holds
+training, against plain copies of the same bytes into warm memory and DCP's stagers; and a LoRA run,
+whose frozen weights are linked.
+
 Threads or a process: two contenders copy the state into the same shared memory and write it by the
 engine's own writer, once in a thread, once in a process of low priority (nice 10). They differ in
-nothing else, so what they do to the steps decides.
+nothing else, so what they do to the steps decides. Hashing, copying and writing do not hold the
+interpreter lock, so a thread competes for the same cores as a process does and no more; a process
+needs its copies in shared memory, a start of its own and a way to fail of its own. What it would
+spare training is what does hold the lock: the plan, the manifest and messages, some milliseconds.
+The bar at the end says whether that is so.
 """
 
 from __future__ import annotations
@@ -48,6 +56,7 @@ from _common import (
     settle,
     work_directory,
 )
+from _staging import bars_of_calls, calls_of_all, linked_saves
 from _worlds import in_world
 from milepost.engine.source import TensorSource
 from milepost.engine.write import FileWrite, Piece, WriteOptions, write_files
@@ -58,6 +67,8 @@ BATCH = 16
 LEAST_STEPS = 12
 MOST_STEPS = 2000
 NICE = 10
+CALLS_NBYTES = 4
+"""The calls alone are timed on so many times `--nbytes`: 2 GiB by default."""
 
 Save = Callable[[Path], "Pending"]
 
@@ -246,6 +257,10 @@ def rounds_of_all(nbytes: int, rounds: int, directory: str) -> dict[str, Any]:
     return found
 
 
+def calls_of_one_rank(nbytes: int, rounds: int, directory: str) -> dict[str, list[float]]:
+    return calls_of_all(Loop(nbytes), rounds, Path(directory))
+
+
 def memory_of_one(name: str, nbytes: int, directory: str) -> int:
     """Peak of resident memory of this process above the training, bytes; the first save of a size.
 
@@ -303,6 +318,10 @@ def main() -> int:
             answer(in_world(1, *task, directory=directory))
         return 0
     report = Report(title="What saves do to training", options=options)
+    with work_directory(options) as directory:
+        arguments = (CALLS_NBYTES * options.nbytes, options.rounds, str(directory))
+        bars_of_calls(report, in_world(1, calls_of_one_rank, *arguments, directory=directory))
+        linked_saves(report, options.nbytes, options.rounds, directory)
     for ranks in (1, 4):
         with work_directory(options) as directory:
             arguments = (options.nbytes, options.rounds, str(directory))
@@ -313,6 +332,17 @@ def main() -> int:
             f"{ranks} ranks: steps/s while mp.save_async is written, of those without a save",
             found=rows["mp.save_async"]["steps/s / no save"],
             limit=0.9,
+            higher_is_better=True,
+        )
+        thread, process = (
+            rows[f"plain copy, writer {kind}"]["steps/s / no save"]
+            for kind in ("thread", "process")
+        )
+        report.bar(
+            f"{ranks} ranks: steps/s beside a writing thread, of those beside a process of low "
+            "priority",
+            found=thread / process,
+            limit=0.95,
             higher_is_better=True,
         )
     if options.memory:

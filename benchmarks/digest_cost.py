@@ -1,4 +1,4 @@
-"""What digests cost: the rate of XXH3-128, the engine with and without it, and `verify`.
+"""What digests cost: the rate of XXH3-128, writing and loading with and without it, `verify`.
 
 Other digests are hashed in the same pieces to show why XXH3-128 was taken. `verify` is compared
 with reading the same files and doing nothing with the bytes.
@@ -13,6 +13,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import xxhash
@@ -130,6 +131,21 @@ def verify_contenders(path: Path) -> list[Contender]:
     return found
 
 
+def load(model: Any, path: Path, place: Path, *, check: mp.Verify) -> None:
+    mp.load(path, {"model": model}, verify=check, rng=mp.RngRestore.LATER)
+
+
+def load_contenders(model: Any, path: Path) -> list[Contender]:
+    return [
+        Contender(
+            name=f"mp.load, verify={check.value}",
+            run=partial(load, model, path, check=check),
+            is_baseline=check is mp.Verify.SIZES,
+        )
+        for check in (mp.Verify.SIZES, mp.Verify.DIGESTS)
+    ]
+
+
 def main() -> int:
     options = parse_options(__doc__ or "")
     report = Report(title="digest cost", options=options)
@@ -144,6 +160,15 @@ def main() -> int:
         report.times("writing", written, nbytes=nbytes)
         path = directory / "checkpoint-1"
         mp.save(path, {"model": model}, step=1)
+        loaded = run_rounds(load_contenders(model, path), directory, rounds=options.rounds)
+        report.times("loading, warm", loaded, nbytes=nbytes)
+        plain, checked = (median(result.seconds) for result in loaded)
+        report.bar(
+            "verifying while loading on a warm cache, of loading without",
+            found=checked / plain,
+            limit=1.2,
+            higher_is_better=False,
+        )
         del model, tensors, views
         for state in ("warm", "cold"):
             if state == "cold" and not can_drop_caches():

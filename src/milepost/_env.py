@@ -8,7 +8,7 @@
 `MILEPOST_INNER_DIM`       `exchange` or `mapped`: how shards that cut rows become whole rows
 `MILEPOST_AGGREGATE_BELOW` pieces of fewer bytes are joined by one writer for each domain of a file
 `MILEPOST_STRIPE_NBYTES`   what two hosts never both write into: a page, or a stripe of the storage
-`MILEPOST_CHECK_STAGING`   1: compare live tensors with their copies before training may go on
+`MILEPOST_CHECK_STAGING`   1: compare live tensors and their copies with what was there at the call
 `MILEPOST_HOST_ID`         name of this host, where host name and boot id do not tell hosts apart
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,10 @@ def test_save_seconds_size_and_age_are_given(
     assert row["save_s"] > 0
     assert row["save_nbytes_per_s"] == pytest.approx(row["nbytes"] / row["save_s"])
     assert 0 <= row["age_s"] < 600
+    assert sum(row["phases"].values()) == row["save_s"]
+    assert 0 < row["phase_nbytes"]["write"] <= row["nbytes"]
+    out = milepost("ls", tmp_path / "run").out
+    assert re.search(r"checkpoint-1 on rank 0: .*write \d+\.\d+ s \(\d.* KiB, \d.* GiB/s\)", out)
 
 
 def test_tables_fit_80_columns_with_one_line_a_checkpoint(

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -14,6 +16,7 @@ from milepost.errors import CheckpointError
 from milepost.testing.faults import Fault, FaultPlan, Operation
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
+from milepost.testing.ranks import RankFaultPlan
 
 Check: TypeAlias = Callable[[Attempt], None]
 Record: TypeAlias = tuple[Sequence[Operation], int]
@@ -60,9 +63,26 @@ def explore(request: pytest.FixtureRequest) -> Callable[[CrashMatrix, Check], No
                 lost.append(f"{attempt}\n  {type(error).__name__}: {error}")
         shown = "\n".join(lost[:8])
         assert not lost, f"{len(lost)} of {len(chosen)} points:\n{shown}"
-        request.node.user_properties.append((POINTS, len(chosen)))
+        tell_points(request, 1, [(0, matrix.operations, plan) for plan in chosen])
 
     return run
+
+
+def tell_points(
+    request: pytest.FixtureRequest,
+    world_size: int,
+    tried: Iterable[tuple[int, Sequence[Operation], FaultPlan | RankFaultPlan]],
+) -> None:
+    """Keep what was tried for the report: layout, scenario, ranks, rank, operation, fault."""
+    layout = request.path.stem.removeprefix("test_crash_")
+    call = getattr(request.node, "callspec", None)
+    scenario = str(call.params.get("name", "-")) if call is not None else "-"
+    points = {
+        f"{layout} | {scenario} | {world_size} ranks | rank {rank} | {plan.nth} "
+        f"{operations[plan.nth].name} | {plan.fault.name}"
+        for rank, operations, plan in tried
+    }
+    request.node.user_properties.append((POINTS, sorted(points)))
 
 
 @pytest.fixture(params=["some", pytest.param("rest", marks=pytest.mark.slow)])
@@ -109,17 +129,26 @@ def split(matrix: CrashMatrix) -> tuple[list[FaultPlan], list[FaultPlan]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    counts = [
-        (report.nodeid.rpartition("::")[2], what, count)
+    """Count the distinct points and disks; the list goes to the file that `CRASH_POINTS` names."""
+    found = [
+        (report.nodeid.rpartition("::")[2], what, value)
         for report in terminalreporter.getreports("passed")
         if report.when == "call"
-        for what, count in report.user_properties
+        for what, value in report.user_properties
         if what in (POINTS, DISKS)
     ]
-    if counts:
-        terminalreporter.section("crash matrix")
-        for test, what, count in sorted(counts):
-            terminalreporter.line(f"{count:6} {what}: {test}")
-        for what in (POINTS, DISKS):
-            total = sum(count for _, counted, count in counts if counted == what)
-            terminalreporter.line(f"{total:6} {what} in all, nothing lost")
+    if not found:
+        return
+    terminalreporter.section("crash matrix")
+    for test, what, value in sorted(found, key=lambda each: each[:2]):
+        count = len(value) if what == POINTS else value
+        terminalreporter.line(f"{count:6} {what}: {test}")
+    points = sorted({point for _, what, value in found if what == POINTS for point in value})
+    by_world = Counter(" |".join(point.split(" |")[:3]) for point in points)
+    for world, count in sorted(by_world.items()):
+        terminalreporter.line(f"{count:6} distinct {POINTS}: {world}")
+    disks = sum(value for _, what, value in found if what == DISKS)
+    terminalreporter.line(f"{len(points):6} distinct {POINTS} in all, nothing lost")
+    terminalreporter.line(f"{disks:6} {DISKS} in all, nothing lost")
+    if "CRASH_POINTS" in os.environ:
+        Path(os.environ["CRASH_POINTS"]).write_text("\n".join(points) + "\n", encoding="utf-8")

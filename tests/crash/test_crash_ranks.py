@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from milepost.layouts.run import list_run
 from milepost.testing.faults import Ending, Fault
 from milepost.testing.ranks import RankFaultPlan
 from milepost.testing.world_matrix import RankAction, WorldAttempt, WorldCrashMatrix
-from tests.crash.conftest import DISKS, POINTS
+from tests.crash.conftest import DISKS, tell_points
 from tests.crash.sharded import EVERY_RANK_WRITES, committed, load, save, save_behind
 
 BEFORE, AFTER = {1: 1.0}, {1: 1.0, 2: 2.0}
@@ -87,7 +87,7 @@ def check_error(attempt: WorldAttempt, found: dict[int, float]) -> None:
     assert found == BEFORE
     if attempt.plan.fault in (Fault.ENOSPC, Fault.EDQUOT):
         assert outcome.error == "NoSpaceError"
-    if attempt.plan.fault is not Fault.READ_ONLY and attempt.operation.name != "rmdir":
+    if attempt.plan.fault is not Fault.READ_ONLY:
         assert leftovers(attempt.root) == set()
 
 
@@ -114,7 +114,10 @@ def check(attempt: WorldAttempt) -> None:
 
 
 def explore(
-    request: pytest.FixtureRequest, matrix: WorldCrashMatrix, chosen: list[RankFaultPlan]
+    request: pytest.FixtureRequest,
+    matrix: WorldCrashMatrix,
+    chosen: list[RankFaultPlan],
+    check: Callable[[WorldAttempt], None] = check,
 ) -> None:
     lost = []
     for attempt in matrix.attempts(chosen, at_once=PROCESSES // (matrix.world_size + 1)):
@@ -123,7 +126,8 @@ def explore(
         except (AssertionError, CheckpointError, OSError) as error:
             lost.append(f"{attempt}\n  {type(error).__name__}: {error}")
     assert not lost, f"{len(lost)} of {len(chosen)} points:\n" + "\n".join(lost[:8])
-    request.node.user_properties.append((POINTS, len(chosen)))
+    tried = [(plan.rank, matrix.operations[plan.rank], plan) for plan in chosen]
+    tell_points(request, matrix.world_size, tried)
 
 
 def one_of_each_kind(matrix: WorldCrashMatrix, faults: Iterable[Fault]) -> list[RankFaultPlan]:

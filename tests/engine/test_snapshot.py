@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from milepost.engine.host_buffers import SLAB_NBYTES, HostBuffers
-from milepost.engine.snapshot import take_snapshot
+from milepost.engine.snapshot import bit_digests, take_snapshot
 from milepost.errors import InvalidInputError
 
 MIB = 2**20
@@ -48,31 +48,51 @@ def test_a_snapshot_has_the_bits_of_tensors_of_any_strides_and_dtype(threads: in
 
 def test_a_snapshot_does_not_follow_the_live_tensors() -> None:
     live = torch.arange(10.0)
+    before = bit_digests([live])
     snapshot = take_snapshot([live], HostBuffers(), threads=1)
     live.zero_()
     assert snapshot.copies[0] is not None
     assert snapshot.copies[0].tolist() == list(range(10))
-    assert snapshot.differing() == [0]
+    assert snapshot.differing(before) == [0]
 
 
 def test_tensors_that_changed_while_they_were_copied_are_told_by_their_bits() -> None:
     same, negative_zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    before = bit_digests([same, negative_zero])
     snapshot = take_snapshot([same, negative_zero], HostBuffers(), threads=1)
-    assert snapshot.differing() == []
+    assert snapshot.differing(before) == []
     negative_zero.neg_()
-    assert snapshot.differing() == [1]
+    assert snapshot.differing(before) == [1]
+
+
+def test_a_tensor_that_changed_before_it_was_copied_is_told_too() -> None:
+    same, early = torch.ones(4), torch.zeros(4)
+    before = bit_digests([same, early])
+    early.add_(1)
+    snapshot = take_snapshot([same, early], HostBuffers(), threads=1, later=[0, 1])
+    snapshot.hold()
+    assert snapshot.copies[1] is not None and torch.equal(snapshot.copies[1], early)
+    assert snapshot.differing(before) == [1]
+
+
+def test_digests_are_those_of_the_bits_whatever_the_strides() -> None:
+    for tensor in _every_kind():
+        whole = tensor.detach().resolve_conj().contiguous()
+        assert bit_digests([tensor]) == bit_digests([whole])
+    zero = torch.tensor([0.0])
+    assert bit_digests([zero]) != bit_digests([-zero])
 
 
 def test_what_is_left_for_later_is_copied_before_hold_returns() -> None:
     now, later = torch.ones(5), torch.full((3 * MIB,), 2.0)
-    snapshot = take_snapshot(
-        [now, later, later.view(-1, 4).t()], HostBuffers(), threads=2, later=[1, 2]
-    )
+    tensors = [now, later, later.view(-1, 4).t()]
+    before = bit_digests(tensors)
+    snapshot = take_snapshot(tensors, HostBuffers(), threads=2, later=[1, 2])
     snapshot.hold()
     later.zero_()
     for copy in snapshot.copies[1:]:
         assert copy is not None and bool((copy == 2).all())
-    assert snapshot.differing() == [1, 2]
+    assert snapshot.differing(before) == [1, 2]
 
 
 def test_later_snapshots_use_the_memory_of_earlier_ones() -> None:
@@ -141,10 +161,11 @@ def test_the_memory_of_a_second_snapshot_is_that_of_the_first_whatever_the_sizes
 
 def test_copied_tensors_are_let_go() -> None:
     live = torch.ones(10)
+    before = bit_digests([live])
     snapshot = take_snapshot([live], HostBuffers(), threads=1)
     snapshot.let_go()
     live.zero_()
-    assert snapshot.tensors == [] and snapshot.differing() == []
+    assert snapshot.tensors == [] and snapshot.differing(before) == []
     assert snapshot.copies[0] is not None and bool((snapshot.copies[0] == 1).all())
 
 

@@ -322,6 +322,7 @@ def change_a_tensor_that_travels(rank: int, world_size: int, run: Path) -> str:
         if rank == 1:
             with torch.no_grad():  # not by the optimizer, which would have waited
                 weights["model.layers.1.mlp.down_proj.weight"]._local_tensor.add_(1.0)  # type: ignore[attr-defined]
+        dist.barrier()  # nobody writes, and so ends the first save, before that
         held.go.set()
         return raised_by(handle.wait)
 

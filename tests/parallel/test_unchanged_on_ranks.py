@@ -32,6 +32,30 @@ def differing(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> lis
     return [name for name in one | two if not torch.equal(one[name], two[name])]
 
 
+def save_behind_twice(
+    rank: int, world_size: int, shape: Shape, run: Path
+) -> tuple[Linked, float, list[str]]:
+    """What the second save linked, the share of bytes that it copied, and values that differ."""
+    training = frozen_but_norms(shape)
+    mp.save_async(run / "checkpoint-1", training.state(), step=1, rng=mp.Rng.LEAVE_OUT).wait()
+    expected = gathered(training)
+    path, late = run / "checkpoint-2", mp.Overlap.UNTIL_STEP
+    handle = mp.save_async(path, training.state(), step=2, rng=mp.Rng.LEAVE_OUT, overlap=late)
+    training.step()
+    report = handle.wait()
+    other = frozen_but_norms(shape)
+    mp.load(path, other.state())
+    share = report.phase_nbytes["snapshot"] / report.nbytes
+    return report.linked, share, differing(gathered(other), expected)
+
+
+@pytest.mark.parametrize("shape", [FSDP2, TP2], ids=str)
+def test_what_no_rank_changed_is_not_copied_unless_it_travels(shape: Shape, tmp_path: Path) -> None:
+    for linked, share, unlike in run_world(2, save_behind_twice, shape, tmp_path):
+        assert linked == (FROZEN,) and unlike == []
+        assert share < 0.05 if shape is FSDP2 else share > 0.05
+
+
 def save_four_times(
     rank: int, world_size: int, shape: Shape, run: Path, unchanged: mp.Unchanged
 ) -> tuple[list[Linked], list[int], list[list[str]]]:

@@ -69,8 +69,7 @@ def agree_rules(
         seen, way, aggregate_below, stripe = json.loads(talk.broadcast("writers", told))
     finally:
         if leads:
-            with suppress(OSError):  # what is left of it, the next writer removes
-                fileops.remove_directory(probe)
+            _remove(probe)
     if aggregate_below is None:
         aggregate_below = _SMALL_ON_SEVERAL if len(set(hosts)) > 1 else _SMALL_ON_ONE_HOST
     writers = _unpacked(seen, talk.world_size)
@@ -97,6 +96,14 @@ def _leave(probe: Path, target: Path) -> None:
         fileops.make_directories(probe)
     except OSError as error:
         raise storage_error(error, target) from error
+
+
+def _remove(probe: Path) -> None:
+    """Twice, for a full disk may need a moment to let go; the next writer removes what is left."""
+    for _ in range(2):
+        with suppress(OSError):
+            fileops.remove_directory(probe)
+            return
 
 
 def _sees(probe: Path) -> bool:

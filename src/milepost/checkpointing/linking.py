@@ -69,9 +69,12 @@ class Linked:
         return [file for file in files if file.name not in self.names]
 
 
-def has_frozen_parts(plan: FilesPlan) -> bool:
-    """Whether a save of this plan may link anything; the same on all ranks."""
-    return any(file.header is not None for file in plan.files)
+def linkable_nbytes(plan: FilesPlan, unchanged: Unchanged) -> int:
+    """Bytes of all parts of frozen weights, which later saves can link; none when they are
+    not to. The same on all ranks."""
+    if unchanged is Unchanged.WRITE:
+        return 0
+    return sum(file.nbytes for file in plan.files if file.header is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,19 @@ from torch.optim import Optimizer
 from milepost._env import env_choice
 from milepost.checkpointing.capture import State
 from milepost.checkpointing.events import EventKind, Events
+from milepost.checkpointing.frozen_parts import FrozenParts
 from milepost.checkpointing.in_flight import InFlight, SaveHandle, saves, settle_earlier
 from milepost.checkpointing.lineage import Lineage
+from milepost.checkpointing.linking import Unchanged
 from milepost.checkpointing.save_prepare import PreparedSave, SaveKeywords, prepare_save
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.staged_plan import Check, StagedPlans, stage_plans
-from milepost.checkpointing.step_guard import guarded_storages, hold_steps, storage_of
+from milepost.checkpointing.step_guard import (
+    frozen_beside,
+    guarded_storages,
+    hold_steps,
+    storage_of,
+)
 from milepost.checkpointing.target import check_step
 from milepost.checkpointing.world import converse, hand_over
 from milepost.engine.host_buffers import HostBuffers
@@ -111,6 +118,7 @@ def start_save(
         prepared = prepare_save(talk, target, state, step, keywords)
         if prepared.kept is not None:
             return SaveHandle(target, step, prepared.kept)
+        stack.callback(prepared.run.written.set)  # whatever happens, nobody waits for it for ever
         staged = _stage(talk, prepared, state, overlap, buffers or _buffers)
         stack.callback(staged.release)
         hand_over(talk)
@@ -164,9 +172,18 @@ def _stage(
             if overlap is Overlap.UNTIL_STEP:
                 optimizers = [o for each in state.values() for o in inner_optimizers(each).values()]
             guarded = guarded_storages(optimizers)
+            beside = frozen_beside(state.values(), guarded)
+            frozen = FrozenParts(
+                run.target.parent,
+                run.plans if run.unchanged is not Unchanged.WRITE else [],
+                run.options,
+                is_late=lambda tensor: not is_checked and storage_of(tensor) in beside,
+                written=run.written,
+            )
             staged = stage_plans(
                 run.plans,
                 buffers,
+                frozen=frozen,
                 threads=run.options.threads,
                 is_late=lambda tensor: storage_of(tensor) in guarded,
                 check=Check.BITS if is_checked else Check.NONE,
@@ -175,7 +192,6 @@ def _stage(
             run.phases.nbytes["snapshot"] = staged.nbytes
         stack.pop_all()
     hold_steps(optimizers, staged.hold)
-    run.plans = staged.plans
     return staged
 
 
@@ -196,6 +212,7 @@ def _finish(
             with prepared.run.events.failing():
                 with together(prepared.run.talk, "copied"):
                     staged.settle()
+                    prepared.run.plans = staged.plans()
                     follow()
                     if sequel is not None:
                         prepared.stand_at(sequel.lineage)
@@ -205,5 +222,3 @@ def _finish(
         if sequel is not None:
             sequel.failed()
         raise
-    finally:
-        prepared.run.written.set()

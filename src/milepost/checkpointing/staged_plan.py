@@ -1,22 +1,24 @@
 """What a rank writes, moved from live tensors into host memory of its own.
 
-Only what this rank will write or send is copied: of replicas, its share. What finds no room in the
-buffers stays live; then the save must have written before training may go on.
+Only what this rank will write or send is copied: of replicas, its share, and of frozen weights what
+the last save did not have. What finds no room in the buffers stays live; then the save must have
+written before training may go on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 
 from torch import Tensor
 
 from milepost.checkpointing.files import FilesPlan, PlannedFile
+from milepost.checkpointing.frozen_parts import FrozenParts
 from milepost.engine.exchange import ExchangeStep, Part
 from milepost.engine.host_buffers import HostBuffers
-from milepost.engine.snapshot import Snapshot, take_snapshot
+from milepost.engine.snapshot import Snapshot, bit_digests, take_snapshot
 from milepost.engine.source import RangeSource, TensorSource
 from milepost.engine.write import Piece
 from milepost.errors import StateChangedError
@@ -25,7 +27,7 @@ from milepost.state.tensors import flat_bytes
 
 
 class Check(Enum):
-    """Whether live tensors are compared with their copies before they may change."""
+    """Whether live tensors and their copies are compared with what was there at the call."""
 
     NONE = "none"
     BITS = "bits"
@@ -35,12 +37,22 @@ class StagedPlans:
     """Plans that read copies. `is_partial` when some tensors had no room and are read live."""
 
     def __init__(
-        self, plans: list[FilesPlan], snapshot: Snapshot, names: list[str], check: Check
+        self,
+        plans: list[FilesPlan],
+        snapshot: Snapshot,
+        names: list[str],
+        before: list[bytes],
+        frozen: FrozenParts,
     ) -> None:
-        self.plans, self._snapshot, self._names, self._check = plans, snapshot, names, check
+        self._snapshot, self._names, self._before = snapshot, names, before
+        self._plans, self._frozen = plans, frozen
         self.nbytes = snapshot.nbytes
         self.is_partial = any(copy is None for copy in snapshot.copies)
         self._settled = threading.Event()
+
+    def plans(self) -> list[FilesPlan]:
+        """What is to be written; waits for the digests of what is held."""
+        return self._frozen.settled(self._plans)
 
     def settle(self) -> None:
         """Wait for all copies, and compare them if that was asked; `StateChangedError`."""
@@ -48,14 +60,15 @@ class StagedPlans:
             return
         try:
             self._snapshot.wait()
-            if self._check is Check.BITS:
+            if self._before:
                 self._compare()
             self._snapshot.let_go()
         finally:
             self._settled.set()
 
     def _compare(self) -> None:
-        changed = list(dict.fromkeys(self._names[n] for n in self._snapshot.differing()))
+        differing = self._snapshot.differing(self._before)
+        changed = list(dict.fromkeys(self._names[number] for number in differing))
         if changed:
             raise StateChangedError(
                 f"{len(changed)} tensors changed while they were copied: {', '.join(changed[:5])}; "
@@ -65,10 +78,11 @@ class StagedPlans:
 
     def hold(self) -> None:
         """Return when live tensors may change; with a check, when that has ended, well or not."""
-        if self._check is Check.BITS:
+        if self._before:
             self._settled.wait()
         else:
             self._snapshot.hold()
+        self._frozen.hold()
 
     def release(self) -> None:
         """Give the memory of the copies back."""
@@ -80,27 +94,31 @@ def stage_plans(
     plans: Sequence[FilesPlan],
     buffers: HostBuffers,
     *,
+    frozen: FrozenParts,
     threads: int,
     is_late: Callable[[Tensor], bool],
     check: Check = Check.NONE,
 ) -> StagedPlans:
-    """Copy what `plans` read, and let them read the copies.
+    """Copy what `plans` read, but for the `frozen` parts that are held, and let them read the
+    copies.
 
     Copies of tensors for which `is_late` says yes are made while the caller goes on, and are whole
     after `hold`; when there are none, all is settled at return.
     """
-    needs = _Needs(plans)
+    held = [frozen.numbers(copy) for copy in range(len(plans))]
+    needs = _Needs(plans, held)
     sources = needs.sources()
     tensors = [_part_of(tensor, span) for tensor, span, _ in sources]
     late = {n for n, (tensor, _, _) in enumerate(sources) if is_late(tensor)}
+    before = bit_digests(tensors) if check is Check.BITS else []
     snapshot = take_snapshot(tensors, buffers, threads=threads, later=late)
     copies = {
         (id(tensor), span): copy
         for (tensor, span, _), copy in zip(sources, snapshot.copies, strict=True)
         if copy is not None
     }
-    rebound = [_rebound(plan, copies) for plan in plans]
-    staged = StagedPlans(rebound, snapshot, [name for _, _, name in sources], check)
+    rebound = [_rebound(plan, copies, own) for plan, own in zip(plans, held, strict=True)]
+    staged = StagedPlans(rebound, snapshot, [name for _, _, name in sources], before, frozen)
     if not late:
         try:
             staged.settle()
@@ -113,13 +131,13 @@ def stage_plans(
 class _Needs:
     """Which bytes of which tensors plans read: whole tensors, or spans of dense ones."""
 
-    def __init__(self, plans: Sequence[FilesPlan]) -> None:
+    def __init__(self, plans: Sequence[FilesPlan], held: Sequence[Collection[int]]) -> None:
         self._tensors: dict[int, tuple[Tensor, str]] = {}
         self._spans: dict[int, set[Span]] = {}
         self._whole: set[int] = set()
-        for plan in plans:
-            for file in plan.files:
-                for piece in file.pieces:
+        for plan, without in zip(plans, held, strict=True):
+            for number, file in enumerate(plan.files):
+                for piece in () if number in without else file.pieces:
                     self._piece(piece)
             for step in plan.steps:
                 for part in _own_parts(step):
@@ -173,10 +191,13 @@ def _part_of(tensor: Tensor, span: Span | None) -> Tensor:
 _Copies = dict[tuple[int, Span | None], Tensor]
 
 
-def _rebound(plan: FilesPlan, copies: _Copies) -> FilesPlan:
+def _rebound(plan: FilesPlan, copies: _Copies, held: Collection[int]) -> FilesPlan:
     return replace(
         plan,
-        files=tuple(_file(file, copies) for file in plan.files),
+        files=tuple(
+            file if number in held else _file(file, copies)
+            for number, file in enumerate(plan.files)
+        ),
         steps=tuple(_step(step, copies) for step in plan.steps),
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from milepost.errors import InvalidInputError
@@ -50,6 +50,20 @@ def guarded_storages(optimizers: Iterable[Optimizer]) -> set[int]:
     return found
 
 
+def frozen_beside(models: Iterable[object], guarded: Collection[int]) -> set[int]:
+    """Addresses of the memory of frozen parameters in those models of which the optimizers of
+    `guarded` train something."""
+    found: set[int] = set()
+    for model in models:
+        for module in model if isinstance(model, (list, tuple)) else [model]:
+            if not isinstance(module, nn.Module):
+                continue
+            own = [(param, set(_storages(param))) for param in module.parameters()]
+            if any(memory.intersection(guarded) for _, memory in own):
+                found.update(*(memory for param, memory in own if not param.requires_grad))
+    return found
+
+
 def storage_of(tensor: Tensor) -> int:
     """The address of a plain tensor's memory."""
     return tensor.untyped_storage().data_ptr()
@@ -58,9 +72,10 @@ def storage_of(tensor: Tensor) -> int:
 def _storages(tensor: Tensor) -> list[int]:
     local = getattr(tensor, "_local_tensor", tensor)
     try:
-        return [storage_of(local)]
+        address = storage_of(local)
     except (NotImplementedError, RuntimeError):  # a wrapper around several tensors: copied at once
         return []
+    return [address] if address else []  # an empty shard, and what is computed, have no memory
 
 
 def hold_steps(optimizers: Iterable[Optimizer], hold: Callable[[], None]) -> None:

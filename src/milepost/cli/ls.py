@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from milepost.checkpointing.phases_text import phases_text
 from milepost.cli.answer import Answer
 from milepost.cli.text import age, counted, human, metrics_text, number, table
 from milepost.errors import CheckpointError, InvalidInputError
@@ -178,6 +179,8 @@ def _row_document(row: Row) -> dict[str, Any]:
         "age_s": row.age_s,
         "save_s": row.save_s,
         "save_nbytes_per_s": row.nbytes / row.save_s if row.save_s else None,
+        "phases": manifest.phases,
+        "phase_nbytes": manifest.phase_nbytes,
         "newest": "newest" in row.marks,
         "best": "best" in row.marks,
         "pinned": "pinned" in row.marks,
@@ -206,6 +209,10 @@ def _show(
     if rows:
         console.print()
         console.print(_table(rows, by[0] if by else None, console.width))
+    last = listing.newest
+    if last is not None and last.manifest.phases:
+        phases = phases_text(last.manifest.phases, last.manifest.phase_nbytes)
+        console.print(f"\n{last.name} on rank 0: {phases}", soft_wrap=True)
     if listing.torn:
         console.print("\nnot checkpoints, never chosen and never counted:", style="yellow")
         for torn in listing.torn:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import torch
+import xxhash
 
 from milepost.engine.host_buffers import HostBuffers, Lease
 from milepost.state.tensors import flat_bytes
@@ -99,17 +100,16 @@ class Snapshot:
         for _, event in self._events:
             event.synchronize()
 
-    def differing(self) -> list[int]:
-        """Positions of tensors that no longer hold the bits of their copies."""
+    def differing(self, before: Sequence[bytes]) -> list[int]:
+        """Positions of tensors whose bits, or those of their copies, are not those of `before`.
+
+        `before` are `bit_digests` of the tensors from before the copies were begun.
+        """
         self.wait()
         return [
             number
             for number, (tensor, copy) in enumerate(zip(self.tensors, self.copies, strict=False))
-            if copy is not None
-            and not torch.equal(
-                flat_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()),
-                flat_bytes(copy),
-            )
+            if copy is not None and set(bit_digests([tensor, copy])) != {before[number]}
         ]
 
     def let_go(self) -> None:
@@ -122,6 +122,12 @@ class Snapshot:
         self._finish()
         self.tensors, self.copies = [], []
         self._lease.release()
+
+
+def bit_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Of each tensor the XXH3-128 digest of its elements, in order and bit by bit."""
+    whole = (t.detach().resolve_conj().resolve_neg().cpu().contiguous() for t in tensors)
+    return [xxhash.xxh3_128_digest(flat_bytes(tensor).numpy().data) for tensor in whole]
 
 
 def take_snapshot(

@@ -15,15 +15,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from milepost.checkpointing.in_flight import wait_for_saves
 from milepost.engine.write import WriteOptions
-from milepost.errors import CheckpointError, InvalidInputError
+from milepost.errors import CheckpointError, InvalidInputError, StorageError
 from milepost.layouts.directory_copy import copy_checkpoint
+from milepost.manager.mirror_owner import claim
 from milepost.manager.prune import prune_run
 from milepost.manager.retention import RetentionPolicy
+from milepost.storage import fileops
 from milepost.storage.fileops import PathLike
 
 logger = logging.getLogger(__name__)
@@ -36,8 +39,9 @@ _MANY = 3
 class Mirror:
     """Where to copy committed checkpoints, and which of the copies to keep (all when left out).
 
-    `path` is a run directory on another disk or file system, of this run alone. A resume looks
-    there too: when a checkpoint is damaged or gone from the run, its copy is taken.
+    `path` is a run directory on another disk or file system, of this run alone: one that belongs to
+    another run is refused. A resume looks there too: when a checkpoint is damaged or gone from the
+    run, its copy is taken.
     """
 
     path: PathLike
@@ -79,7 +83,7 @@ class Mirroring:
                     "the run nor of another mirror"
                 )
             places.append(place)
-        self.mirrors = tuple(mirrors)
+        self.mirrors, self._run_directory = tuple(mirrors), Path(run)
         self.protected: set[str] = set()
         """Ids of checkpoints that the retention of a mirror leaves alone."""
         self._options = options or WriteOptions()
@@ -88,6 +92,17 @@ class Mirroring:
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
         _all.add(self)
+
+    def claim(self) -> None:
+        """See to it that the mirrors that exist are those of this run; by the coordinator.
+
+        `InvalidInputError` for one of another run. One that cannot be looked at is asked again
+        before something is copied there.
+        """
+        for mirror in self.mirrors:
+            with suppress(StorageError, OSError):
+                if mirror.directory.is_dir():
+                    claim(self._run_directory, mirror.directory)
 
     def add(self, checkpoint: Path, checkpoint_id: str) -> None:
         """Copy this committed checkpoint to every mirror, behind those that wait already."""
@@ -149,6 +164,8 @@ class Mirroring:
     def _copy(self, copy: _Copy, mirror: Mirror) -> None:
         target, start_s = mirror.directory / copy.path.name, time.monotonic()
         try:
+            fileops.make_directories(mirror.directory)
+            claim(self._run_directory, mirror.directory)
             nbytes = copy_checkpoint(copy.path, target, self._options)
             seconds = time.monotonic() - start_s
             logger.info("%s copied to %s, %d bytes, %.1f s", copy.path, target, nbytes, seconds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypedDict
 
+from milepost.checkpointing.events import OnEvent
 from milepost.checkpointing.in_flight import InFlight
 from milepost.checkpointing.load import Verify
 from milepost.checkpointing.save_async import Overlap
@@ -32,12 +33,14 @@ class Saving(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveMode:
-    """How a manager saves; `in_flight`, `overlap` and `buffers` are those of `save_async`."""
+    """How a manager saves; `in_flight`, `overlap` and `buffers` are those of `save_async`, and
+    `on_event` is told of every save."""
 
     saving: Saving
     in_flight: InFlight
     overlap: Overlap
     buffers: HostBuffers | None
+    on_event: OnEvent | None = None
 
     def check(self, layout: Layout, mirrors: Sequence[Mirror]) -> None:
         """`InvalidInputError` for what does not go together."""
@@ -48,6 +51,8 @@ class SaveMode:
                 f"saving={self.saving} with layout={layout}: only Layout.DIRECTORY is saved behind "
                 "training"
             )
+        if self.on_event is not None and layout is not Layout.DIRECTORY:
+            raise InvalidInputError(f"on_event with layout={layout}: only Layout.DIRECTORY tells")
         asked = (self.in_flight, self.overlap, self.buffers)
         if self.saving is Saving.WAIT and asked != (InFlight.WAIT, Overlap.NONE, None):
             raise InvalidInputError(
@@ -71,3 +76,4 @@ class ManagerOptions(TypedDict, total=False):
     buffers: HostBuffers | None
     mirrors: Sequence[Mirror]
     options: WriteOptions | None
+    on_event: OnEvent | None

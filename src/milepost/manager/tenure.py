@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 
 from milepost.checkpointing.world import converse
 from milepost.engine.rendezvous import together
 from milepost.manager.cadence import Cadence
-from milepost.manager.mirror import Mirror
+from milepost.manager.mirror import Mirroring
 from milepost.manager.resume import Resume
 from milepost.manager.save_policies import SavePolicy
 from milepost.manager.saving import Saving
@@ -38,7 +37,7 @@ def take_lease(directory: Path) -> RunLease:
 def take(
     directory: Path,
     resume: Resume | Path,
-    mirrors: Sequence[Mirror],
+    mirroring: Mirroring | None,
     save: SavePolicy | None,
     grace_s: float,
     saving: Saving,
@@ -49,10 +48,13 @@ def take(
     try:
         with converse() as talk, together(talk, "manager"):
             if talk.is_coordinator:
+                mirrors = mirroring.mirrors if mirroring is not None else ()
                 places = [directory, *(mirror.directory for mirror in mirrors)]
                 if resume is Resume.MUST and not any(place.is_dir() for place in places):
                     raise nothing_there(directory)
                 lease = take_lease(directory)
+                if mirroring is not None:
+                    mirroring.claim()
             cadence = Cadence(save, grace_s, talk, saving)
     except BaseException:
         if cadence is not None:
