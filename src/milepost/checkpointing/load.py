@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
-from milepost.checkpointing.capture import State
+from milepost.checkpointing.already_read import require_same_bytes, root_to_leave, stamp_filled
+from milepost.checkpointing.capture import State, check_keys
 from milepost.checkpointing.config import check_model_config
+from milepost.checkpointing.fresh_moments import files_of_optimizers, set_rates, start_afresh
 from milepost.checkpointing.in_flight import saves
 from milepost.checkpointing.load_model import Fill
 from milepost.checkpointing.load_plan import plan_load
-from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
+from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments, Weights
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.world import converse, drop_exchange_group, exchange_group, host_name
 from milepost.engine.read import ReadMode, ReadOptions, StoredTensor, read_tensor
@@ -27,17 +29,22 @@ from milepost.engine.read_shard import ShardRead, fill_shards
 from milepost.engine.read_shared import fill_shards_shared
 from milepost.engine.rendezvous import Conversation, together
 from milepost.errors import (
+    CheckpointError,
     DamagedError,
     FormatError,
+    InvalidInputError,
     LoadTornError,
     MismatchError,
     NotFoundError,
     RankError,
+    RankTimeoutError,
 )
 from milepost.format.fingerprint import Stated
 from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.directory import DirectoryCheckpoint, what_still_loads
+from milepost.layouts.directory_verify import verify_directory
 from milepost.layouts.tensor_set import TensorSet
+from milepost.state.other import Kind
 from milepost.state.placements import local_part
 from milepost.state.policies import (
     BlockPolicy,
@@ -81,6 +88,7 @@ def load(
     optimizer_class: ClassPolicy = ClassPolicy.ERROR,
     moments: Moments = Moments.RESTORE,
     blocks: BlockPolicy = BlockPolicy.ERROR,
+    weights: Weights = Weights.READ,
     model_config: Any = None,
     fingerprint: Stated = None,
     primary: str | None = None,
@@ -106,6 +114,12 @@ def load(
     the checkpoint. With `ReadMode.SHARED` in the
     `options` of all ranks, bytes that several need are read by one and sent to the others.
 
+    `weights=Weights.ALREADY_READ` is for a model at the root that was built from this checkpoint:
+    its names, shapes and dtypes are compared as ever, and its weights with a sample of the
+    checkpoint, but they are not read again. It is refused unless every rank built it from here.
+    With `moments=Moments.FRESH_IF_UNUSABLE` the call is made once more without optimizer state when
+    it fails with it.
+
     Nothing has changed when this raises anything but `LoadTornError`: `NotFoundError`,
     `DamagedError`, `KeyMismatchError`, `ShapeMismatchError`, `DtypeMismatchError`,
     `ConfigMismatchError`, `InvalidInputError`.
@@ -120,34 +134,109 @@ def load(
         blocks=blocks,
         device=device,
         fingerprint=fingerprint,
+        weights=weights,
     )
-    reading = options or ReadOptions()
+    request = _Request(path, state, policies, primary, model_config, verify, rng, options)
     saves.drain()  # the newest may be one that is still being written
+    report = _load_or_begin_afresh(request)
+    for line in report.lines():
+        logger.info("%s", line)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of a load."""
+
+    path: PathLike
+    state: State
+    policies: LoadPolicies
+    primary: str | None
+    model_config: Any
+    verify: Verify
+    rng: RngRestore
+    options: ReadOptions | None
+
+
+def _load_or_begin_afresh(request: _Request) -> LoadReport:
+    """Errors are the same on all ranks, and so all of them try the second time, or none."""
+    try:
+        return _load(request)
+    except (NotFoundError, InvalidInputError, RankTimeoutError):
+        raise
+    except CheckpointError as error:
+        if request.policies.moments is not Moments.FRESH_IF_UNUSABLE:
+            raise
+        policies = replace(
+            request.policies, moments=Moments.FRESH, fresh_because=f"as allowed, after {error}"
+        )
+        try:
+            return _load(replace(request, policies=policies))
+        except CheckpointError as second:
+            if isinstance(error, LoadTornError) and not isinstance(second, LoadTornError):
+                raise error from second  # the state is still half loaded
+            raise
+
+
+def _load(request: _Request) -> LoadReport:
+    state, policies = request.state, request.policies
+    reading = request.options or ReadOptions()
     with converse() as talk:
         with together(talk, "open"):
-            checkpoint = _open(talk, path)
+            checkpoint = _open(talk, request.path)
             _agree_on(talk, checkpoint, reading)
-            if verify is Verify.DIGESTS and talk.is_coordinator:
-                _verify(checkpoint)
-            config = {} if model_config is None else check_model_config(checkpoint, model_config)
+            if request.verify is Verify.DIGESTS and talk.is_coordinator:
+                _verify(checkpoint, policies)
+            config = {}
+            if request.model_config is not None:
+                config = check_model_config(checkpoint, request.model_config)
+        with together(talk, "built"):
+            models = _models_of(state)
+            root = root_to_leave(talk, checkpoint, models, request.primary, policies)
         with together(talk, "plan"):
-            plan = plan_load(talk, checkpoint, state, policies, primary)
+            plan = plan_load(talk, checkpoint, state, policies, request.primary)
             plan.report.config = config
-        fill_all = _filler(talk, reading)
-        try:
-            with together(talk, "fill"):
-                _fill(plan, fill_all)
-                if rng is RngRestore.NOW:
-                    _restore_rng(plan)
-        except (RankError, LoadTornError) as error:
-            if reading.mode is ReadMode.SHARED and talk.world_size > 1:
-                drop_exchange_group(exchange_group())
-            if isinstance(error, LoadTornError):
-                raise
-            raise _torn(plan, error) from error
-    for line in plan.report.lines():
-        logger.info("%s", line)
-    return plan.report
+            if root is not None:
+                _leave(plan, root)
+        _fill_together(talk, plan, state, request.rng, reading)
+        stamp_filled(checkpoint, models, plan)
+        return plan.report
+
+
+def _fill_together(
+    talk: Conversation, plan: LoadPlan, state: State, rng: RngRestore, reading: ReadOptions
+) -> None:
+    fill_all = _filler(talk, reading)
+    try:
+        with together(talk, "fill"):
+            _fill(plan, state, fill_all)
+            if rng is RngRestore.NOW:
+                _restore_rng(plan)
+    except (RankError, LoadTornError) as error:
+        if reading.mode is ReadMode.SHARED and talk.world_size > 1:
+            drop_exchange_group(exchange_group())
+        if isinstance(error, LoadTornError):
+            raise
+        raise _torn(plan, error) from error
+
+
+def _models_of(state: State) -> dict[str, Any]:
+    return {key: state[key] for key, kind in check_keys(state).items() if kind is Kind.MODEL}
+
+
+def _leave(plan: LoadPlan, root: str) -> None:
+    """The weights of the model at the root are there already; that is proven here."""
+    if root not in plan.models:
+        raise MismatchError(
+            f"{plan.report.path}: weights=Weights.ALREADY_READ is for a checkpoint that lies in a "
+            "directory; load this one with weights=Weights.READ"
+        )
+    load_, stored = plan.models[root]
+    count = require_same_bytes(load_, stored, where=f"{plan.report.path}: {root}")
+    plan.already_read.add(root)
+    plan.report.notes.append(
+        f"{root}: built from this checkpoint, weights not read again; {count} tensors compared"
+    )
 
 
 def _open(talk: Conversation, path: PathLike) -> Checkpoint:
@@ -174,8 +263,13 @@ def _agree_on(talk: Conversation, checkpoint: Checkpoint, options: ReadOptions) 
             )
 
 
-def _verify(checkpoint: Checkpoint) -> None:
-    report = checkpoint.verify(threads=ReadOptions().threads)
+def _verify(checkpoint: Checkpoint, policies: LoadPolicies) -> None:
+    threads = ReadOptions().threads
+    if isinstance(checkpoint, DirectoryCheckpoint) and policies.moments is Moments.FRESH:
+        left_out = files_of_optimizers(checkpoint.manifest)
+        report = verify_directory(checkpoint, threads=threads, on_bytes=None, leave_out=left_out)
+    else:
+        report = checkpoint.verify(threads=threads)
     if not report.ok:
         errors = [problem.message for problem in report.problems]
         rest = ""
@@ -212,15 +306,14 @@ def _filler(talk: Conversation, options: ReadOptions) -> Callable[[list[ShardRea
     return lambda reads: fill_shards_shared(reads, options, talk=talk, group=group)
 
 
-def _fill(plan: LoadPlan, fill_all: Callable[[list[ShardRead]], None]) -> None:
+def _fill(plan: LoadPlan, state: State, fill_all: Callable[[list[ShardRead]], None]) -> None:
     """Phase 2. Whatever goes wrong here leaves live state half filled, and says so."""
+    read = [pair for key, pair in plan.models.items() if key not in plan.already_read]
     try:
-        for load_, _ in plan.models.values():
+        for load_, _ in read:
             load_.restore.materialise()
         reads = [
-            _model_read(stored(fill.name), fill)
-            for load_, stored in plan.models.values()
-            for fill in load_.fills()
+            _model_read(stored(fill.name), fill) for load_, stored in read for fill in load_.fills()
         ]
         for optimizer, tensors in plan.optimizers.values():
             for name, target in optimizer.targets().items():
@@ -230,8 +323,11 @@ def _fill(plan: LoadPlan, fill_all: Callable[[list[ShardRead]], None]) -> None:
             load_.restore.finish()
         for optimizer, tensors in plan.optimizers.values():
             optimizer.apply(_whole(tensors))
+        for fresh in plan.fresh.values():
+            start_afresh(fresh)
         for step in plan.others:
             step()
+        plan.report.notes += set_rates(state, plan.fresh.values())
     except Exception as error:
         raise _torn(plan, error) from error
 

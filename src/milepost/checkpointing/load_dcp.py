@@ -42,10 +42,10 @@ def plan_dcp(
     """Check `state` against the directory and plan what fills it; collective."""
     wanted = _Wanted(talk, checkpoint, state, kinds, policies, plan, primary_key(kinds, primary))
     wanted.plan_models()
-    if policies.moments is Moments.RESTORE:
-        wanted.plan_optimizers()
+    if policies.moments is Moments.FRESH:
+        wanted.leave_optimizers()
     else:
-        plan.report.notes.append("fresh moments, as asked")
+        wanted.plan_optimizers()
     wanted.plan_others()
     wanted.finish()
 
@@ -93,6 +93,13 @@ class _Wanted:
                 copy_part(fill, self.checkpoint.read_tensor(tensor))
         fill_from_chunks(self.checkpoint.items, fills)
         load.restore.finish()
+
+    def leave_optimizers(self) -> None:
+        for key in self._of(Kind.OPTIMIZER):
+            for sub, optimizer in inner_optimizers(self.state[key]).items():
+                place = f"{key}.{sub}" if sub else key
+                self.plan.fresh[place] = optimizer
+                self.report.fresh_moments[place] = self.policies.fresh_because
 
     def plan_optimizers(self) -> None:
         roots = list(self.checkpoint.parts.optimizers)

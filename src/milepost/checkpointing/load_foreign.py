@@ -6,14 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
+from milepost.checkpointing.adapter_load import plan_adapter, stored_adapter
+from milepost.checkpointing.adapter_save import carries_adapter
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.legacy_shards import legacy_shards
 from milepost.checkpointing.load_model import ModelLoad, copy_part, plan_model
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies
 from milepost.checkpointing.report import Level
+from milepost.engine.read import read_tensor
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import InvalidInputError
 from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.huggingface import HuggingFaceCheckpoint
+from milepost.layouts.tensor_set import TensorSet
 from milepost.state.other import Kind
 
 
@@ -31,9 +36,19 @@ def plan_foreign(
         raise InvalidInputError(
             f"{checkpoint.path}: a {checkpoint.layout.value} checkpoint; load() takes one model "
             f"from it, not {', '.join(kinds)}; use CheckpointManager or load_checkpoint() for its "
-            "training state"
+            f"training state{legacy_shards(checkpoint.path)}"
         )
     (key,) = kinds
+    saved = stored_adapter(checkpoint)
+    if saved is not None and (
+        not TensorSet(checkpoint.path, "model").exists() or carries_adapter(talk, key, state[key])
+    ):
+        load = plan_adapter(talk, key, state[key], saved, policies)
+        load.check_ties(lambda name: read_tensor(saved.stored(name)))
+        plan.models[key] = (load, saved.stored)
+        plan.report.models[key] = load.restore.report
+        plan.report.level = Level.WEIGHTS_ONLY
+        return
     stored = {name: (t.dtype, t.shape) for name, t in checkpoint.tensors().items()}
     load = plan_model(talk, key, state[key], stored, checkpoint.tied, policies)
     load.check_ties(checkpoint.read)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+from torch.optim import Optimizer
 
 from milepost.checkpointing.load_model import ModelLoad
 from milepost.checkpointing.report import LoadReport
@@ -29,7 +30,17 @@ class Moments(Enum):
 
     RESTORE = "restore"
     FRESH = "fresh"
-    """A warm restart: the optimizer stays as it is, weights and schedule are restored."""
+    """A warm restart: weights and schedule are restored, the optimizer's state is cleared."""
+    FRESH_IF_UNUSABLE = "fresh-if-unusable"
+    """Restored where it can be, else a warm restart; `LoadReport.fresh_moments` says why."""
+
+
+class Weights(Enum):
+    """What happens to the weights of the model at the root."""
+
+    READ = "read"
+    ALREADY_READ = "already-read"
+    """The model was built from this checkpoint: that is proven, and they are not read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +53,24 @@ class LoadPolicies:
     shape: ShapePolicy = ShapePolicy.ERROR
     optimizer_class: ClassPolicy = ClassPolicy.ERROR
     moments: Moments = Moments.RESTORE
+    fresh_because: str = "as asked"
     blocks: BlockPolicy = BlockPolicy.ERROR
     device: torch.device | str | None = None
     fingerprint: Stated = None
+    weights: Weights = Weights.READ
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadPlan:
-    """Phase 1's result: all that phase 2 needs, decoded and checked."""
+    """Phase 1's result: all that phase 2 needs, decoded and checked.
+
+    `fresh` are optimizers that start afresh, by place, `already_read` keys of models whose weights
+    are left as they are.
+    """
 
     report: LoadReport
     models: dict[str, tuple[ModelLoad, Callable[[str], StoredTensor]]] = field(default_factory=dict)
     optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
+    fresh: dict[str, Optimizer] = field(default_factory=dict)
+    already_read: set[str] = field(default_factory=set)
     others: list[Callable[[], None]] = field(default_factory=list)

@@ -37,7 +37,8 @@ class LoadReport:
     and that were left as they were. `differences` says what can break bits, or why the level is no
     higher. `passed_over` names newer checkpoints that were not taken, with reasons. `config` maps
     fields of the model's configuration that differ and do not matter to (saved, now),
-    `fingerprint` fields of the topology that differ.
+    `fingerprint` fields of the topology that differ. `fresh_moments` says of each optimizer that
+    starts afresh why it does.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class LoadReport:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     models: dict[str, ModelReport] = field(default_factory=dict)
     optimizers: dict[str, OptimizerReport] = field(default_factory=dict)
+    fresh_moments: dict[str, str] = field(default_factory=dict)
     not_loaded: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -78,11 +80,13 @@ class LoadReport:
             lines += _counted(key, "untied", [f"{name} from {kept}" for name, kept in model.untied])
         for key, optimizer in self.optimizers.items():
             lines += _counted(key, "parameters start fresh", optimizer.missing)
+            lines += _counted(key, "parameters of other shapes start fresh", optimizer.reshaped)
             lines += _counted(key, "states ignored", optimizer.unexpected)
             lines += _counted(key, "groups keep their settings", optimizer.new_groups)
             lines += _counted(key, "states of each rank", optimizer.per_rank)
             lines += _counted(key, "states of another topology, afresh", optimizer.not_carried)
             lines += _counted(key, "states quantised anew", optimizer.requantised)
+        lines += [f"{key}: fresh moments: {why}" for key, why in self.fresh_moments.items()]
         if self.not_loaded:
             lines.append(f"not asked for: {', '.join(self.not_loaded)}")
         if self.kept:

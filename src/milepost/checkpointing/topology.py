@@ -16,6 +16,7 @@ from milepost.geometry.placement import Shard
 from milepost.hf.live import hf_config, unwrap
 from milepost.plan.inventory import Inventory, LeafInfo, holding_of
 from milepost.plan.stages import find_stages
+from milepost.state.model import ModelState
 from milepost.state.optimizer import class_name, inner_optimizers
 from milepost.state.other import Kind
 from milepost.state.placements import axes_of
@@ -42,17 +43,19 @@ def fingerprint_of(
     *,
     world_size: int,
     stated: Stated = None,
+    placed: Mapping[str, str] | None = None,
 ) -> OptimizerStateFingerprint:
     """What this rank sees, with the fields that the caller states in place of what was derived.
 
-    `leaves` are the tensors of `models` by key and name, `inventory` is that of all ranks.
+    `leaves` are the tensors of `models` by key and name, `inventory` is that of all ranks, where
+    `placed` gives the sets of models that have another name.
     """
     if isinstance(stated, OptimizerStateFingerprint):
         return stated
     tensors = [tensor for own in leaves.values() for tensor in own.values()]
     axes = mesh_axes(tensors)
     sizes = axis_sizes(axes)
-    sets = {key: inventory.sets.get(key, {}) for key in models}
+    sets = {key: inventory.sets.get((placed or {}).get(key, key), {}) for key in models}
     if sizes["pp_size"] == 1:
         stages = [found.count for own in sets.values() if (found := find_stages(own)) is not None]
         sizes["pp_size"] = max(stages, default=1)
@@ -75,18 +78,21 @@ def fingerprint_of_save(
     captured: Captured,
     state: State,
     inventory: Inventory,
+    live: Mapping[str, ModelState],
     *,
     world_size: int,
     stated: Stated = None,
+    placed: Mapping[str, str] | None = None,
 ) -> OptimizerStateFingerprint:
-    """The fingerprint of a state that is being saved."""
+    """The fingerprint of a state that is being saved; `live` are its models as they are."""
     return fingerprint_of(
         {key: state[key] for key in captured.models},
-        {key: model.leaves for key, model in captured.models.items()},
+        {key: model.leaves for key, model in live.items()},
         [state[key] for key, kind in captured.kinds.items() if kind is Kind.OPTIMIZER],
         inventory,
         world_size=world_size,
         stated=stated,
+        placed=placed,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -12,16 +12,19 @@ from typing import TypeAlias, TypeVar
 from milepost.errors import (
     DamagedError,
     ExistsError,
+    NotCommittedError,
     NotFoundError,
     RankError,
     StorageError,
 )
-from milepost.layouts.checkpoint import Checkpoint, Severity, VerifyReport
+from milepost.format.manifest import MANIFEST_NAME
+from milepost.layouts.checkpoint import Checkpoint, Layout, Severity, VerifyReport
 from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.storage.fileops import PathLike
 
 T = TypeVar("T")
 
+TRAINER_STATE_NAME = "trainer_state.json"
 ATTEMPTS = 3
 PAUSE_S = 0.5
 _PIECE_NBYTES = 8 * 2**20
@@ -38,11 +41,15 @@ class Resume(Enum):
     """Begin again; what is there is left behind, and superseded by the first save."""
 
 
-ResumeFrom: TypeAlias = Resume | PathLike
+ResumeFrom: TypeAlias = Resume | PathLike | bool
+"""A policy, the path of a checkpoint, or what `resume_from_checkpoint` is in configurations: true
+for the newest there is, false to begin again."""
 
 
 def as_resume(resume: ResumeFrom) -> Resume | Path:
-    """A path as a `Path`."""
+    """The policy that a configuration means, or a path as a `Path`."""
+    if isinstance(resume, bool):
+        return Resume.AUTO if resume else Resume.NEVER
     return resume if isinstance(resume, Resume) else Path(resume)
 
 
@@ -71,12 +78,36 @@ def patiently(action: Callable[[], T], path: Path) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def require_sound(checkpoint: Checkpoint, threads: int, share: tuple[int, int] = (0, 1)) -> None:
+def require_committed(path: Path) -> None:
+    """Return when there is a checkpoint at a path that somebody named, of whatever layout.
+
+    Weights alone are no checkpoint: a directory of them has lost its manifest, or never had one.
+    """
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.layout is not Layout.HUGGING_FACE or not path.is_dir():
+        return
+    if not (path / TRAINER_STATE_NAME).is_file():
+        raise NotCommittedError(
+            f"{path}: weights, but neither {MANIFEST_NAME} nor {TRAINER_STATE_NAME}, one of which "
+            "is written last: the save was cut off, or the directory was copied incompletely; name "
+            "another checkpoint, or begin from its weights alone (milepost.load, or "
+            "model_name_or_path)",
+            path=path,
+        )
+
+
+def require_sound(
+    checkpoint: Checkpoint,
+    threads: int,
+    share: tuple[int, int] = (0, 1),
+    leave_out: Collection[str] = (),
+) -> None:
     """Recompute every digest. `DamagedError` for wrong bytes, `OSError` for what cannot be read.
 
-    `share` is (rank, world size): together the ranks hash every byte of a directory once.
+    `share` is (rank, world size): together the ranks hash every byte of a directory once. Files of
+    it in `leave_out` are not asked for.
     """
-    report = _verified(checkpoint, threads, share)
+    report = _verified(checkpoint, threads, share, leave_out)
     if report is None or report.ok:
         return
     errors = [problem for problem in report.problems if problem.severity is Severity.ERROR]
@@ -89,13 +120,16 @@ def require_sound(checkpoint: Checkpoint, threads: int, share: tuple[int, int] =
     )
 
 
-def _verified(checkpoint: Checkpoint, threads: int, share: tuple[int, int]) -> VerifyReport | None:
-    rank, world_size = share
-    if world_size > 1 and isinstance(checkpoint, DirectoryCheckpoint):
+def _verified(
+    checkpoint: Checkpoint, threads: int, share: tuple[int, int], leave_out: Collection[str]
+) -> VerifyReport | None:
+    if isinstance(checkpoint, DirectoryCheckpoint):
         from milepost.layouts.directory_verify import verify_directory
 
-        return verify_directory(checkpoint, threads=threads, on_bytes=None, share=share)
-    return checkpoint.verify(threads=threads) if rank == 0 else None
+        return verify_directory(
+            checkpoint, threads=threads, on_bytes=None, share=share, leave_out=leave_out
+        )
+    return checkpoint.verify(threads=threads) if share[0] == 0 else None
 
 
 def read_through(paths: Iterable[Path]) -> None:

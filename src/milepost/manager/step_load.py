@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from milepost._env import env_int
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.fresh_moments import files_of_optimizers
 from milepost.checkpointing.load import Verify, load
+from milepost.checkpointing.load_request import Moments
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.world import converse
 from milepost.engine.read import ReadOptions
@@ -22,7 +24,16 @@ from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.manager.resume import patiently, require_sound
 from milepost.manager.schedules import schedule_notes, settings_of
 
+T = TypeVar("T")
+
 _PAUSE_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What is proven wrong with a checkpoint."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +46,52 @@ class Named:
 
 
 def load_from(
-    path: Path, state: State, options: dict[str, Any], verify: Verify, named: Named | None = None
+    path: Path, state: State, options: dict[str, Any], proof: Proof | None, named: Named | None
 ) -> LoadReport:
-    """Verify, then load: only the load touches the state. Collective.
+    """Prove what has not been proven yet, then load: only that touches the state. Collective.
 
-    With `named`, every rank must see that checkpoint at its `path`. `DamagedError` on all ranks
-    when one finds wrong bytes; what a rank cannot read is tried again, then raised on all.
+    `options` are keywords of `milepost.load`. With `named`, every rank must see that checkpoint at
+    its `path`. `DamagedError` on all ranks when one finds wrong bytes; what a rank cannot read is
+    tried again, then raised on all.
     """
     before = {key: settings_of(value) for key, value in state.items()}
+    torn = prove(path, proof, named) if proof is not None else None
+    if torn is not None:
+        options = {**options, "moments": Moments.FRESH}
+    report = patiently(lambda: load(path, state, verify=Verify.SIZES, **options), path)
+    if torn is not None:
+        report.fresh_moments = dict.fromkeys(report.fresh_moments, f"as allowed, after {torn}")
+    for key, settings in before.items():
+        report.notes += schedule_notes(key, settings, settings_of(state[key]))
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What to prove of a checkpoint, and what will become of its optimizer state."""
+
+    verify: Verify
+    moments: Moments
+
+
+def prove(path: Path, proof: Proof, named: Named | None) -> str | None:
+    """Return when the checkpoint at `path` is sound; collective.
+
+    Optimizer state is not asked for where moments begin afresh. Where they may, the text says what
+    is wrong with it, and it alone.
+    """
+    is_fresh = proof.moments is Moments.FRESH
+    try:
+        _prove(path, proof.verify, named, with_optimizers=not is_fresh)
+    except DamagedError as error:
+        if proof.moments is not Moments.FRESH_IF_UNUSABLE:
+            raise
+        _prove(path, proof.verify, named, with_optimizers=False)
+        return str(error)
+    return None
+
+
+def _prove(path: Path, verify: Verify, named: Named | None, *, with_optimizers: bool) -> None:
     threads = ReadOptions().threads
     with converse() as talk:
         if named is not None and talk.world_size > 1:
@@ -51,23 +100,27 @@ def load_from(
         if verify is Verify.DIGESTS:
             with together(talk, "sound"):
                 share = (talk.rank, talk.world_size)
-                patiently(lambda: require_sound(Checkpoint.open(path), threads, share), path)
-    report = patiently(lambda: load(path, state, verify=Verify.SIZES, **options), path)
-    for key, settings in before.items():
-        report.notes += schedule_notes(key, settings, settings_of(state[key]))
-    return report
+                patiently(lambda: _require_sound(path, threads, share, with_optimizers), path)
 
 
-def damage_of(action: Callable[[], LoadReport]) -> LoadReport | str:
-    """The report of a load, or what is proven wrong with the checkpoint; the same on all ranks."""
+def _require_sound(path: Path, threads: int, share: tuple[int, int], with_optimizers: bool) -> None:
+    checkpoint = Checkpoint.open(path)
+    leave_out: frozenset[str] = frozenset()
+    if isinstance(checkpoint, DirectoryCheckpoint) and not with_optimizers:
+        leave_out = files_of_optimizers(checkpoint.manifest)
+    require_sound(checkpoint, threads, share, leave_out)
+
+
+def damage_of(action: Callable[[], T]) -> T | Damage:
+    """The result, or what is proven wrong with the checkpoint; the same on all ranks."""
     try:
         return action()
     except DamagedError as error:
-        return str(error)
+        return Damage(str(error))
     except LoadTornError as error:
         if not isinstance(error.__cause__, DamagedError):
             raise
-        return str(error.__cause__)
+        return Damage(str(error.__cause__))
 
 
 def require_seen(path: Path, named: Named) -> None:

@@ -41,7 +41,7 @@ def check_class(
         raise MismatchError(
             f"{key}: the live optimizer is {live}, the checkpoint holds state of "
             f"{record.class_name}; make the same optimizer, or load with "
-            f"classes=ClassPolicy.ALLOW if their states mean the same"
+            f"optimizer_class=ClassPolicy.ALLOW if their states mean the same"
         )
 
 

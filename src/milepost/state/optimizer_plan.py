@@ -21,6 +21,7 @@ from milepost.state.mismatch import KEYS_REMEDY, ShapeDifference, raise_keys, ra
 from milepost.state.names import FQN
 from milepost.state.optimizer import Member, match_parameters, unwrap_optimizer
 from milepost.state.optimizer_groups import GroupMatch, check_class, match_groups
+from milepost.state.optimizer_merge import without_state
 from milepost.state.optimizer_own import NO_OWN_STATES, OwnStates, own_state
 from milepost.state.optimizer_parts import ReadWhole
 from milepost.state.optimizer_record import (
@@ -32,7 +33,13 @@ from milepost.state.optimizer_record import (
     values_by_parameter,
 )
 from milepost.state.optimizer_wrapped import WrappedStates, names_of_parts, plan_wrapped
-from milepost.state.policies import BlockPolicy, ClassPolicy, Missing, Unexpected
+from milepost.state.policies import (
+    BlockPolicy,
+    ClassPolicy,
+    Missing,
+    ShapePolicy,
+    Unexpected,
+)
 from milepost.state.tensors import allocate, is_dtensor, local_of, stored_shape, torch_dtype
 
 # How the update is computed, not what it computes: chosen by the live optimizer for its device.
@@ -45,8 +52,9 @@ class OptimizerReport:
 
     `filled` counts parameters whose state was restored, `absent` names those that had none when
     saved and start fresh. `new_groups` labels live groups that no saved group fits, which keep
-    their hyper-parameters. `implementation` tells where the live optimizer computes another way
-    than the saved one: same values, possibly other roundings.
+    their hyper-parameters. `reshaped` are parameters whose state was saved in another shape and
+    starts fresh. `implementation` tells where the live optimizer computes another way than the
+    saved one: same values, possibly other roundings.
     """
 
     filled: int
@@ -58,6 +66,7 @@ class OptimizerReport:
     requantised: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
     not_carried: tuple[FQN, ...] = ()
+    reshaped: tuple[FQN, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +122,7 @@ class OptimizerPlan:
         values = values_by_parameter(self.record)
         special = self._special(read)
         stateful = set(self.record.stateful())
-        for fqn in self.report.absent:
+        for fqn in (*self.report.absent, *self.report.reshaped):
             self.optimizer.state.pop(self.members[fqn].param, None)
         for fqn, member in self.members.items():
             if fqn not in stateful:
@@ -213,12 +222,13 @@ def plan_restore_optimizer(
     classes: ClassPolicy = ClassPolicy.ERROR,
     blocks: BlockPolicy = BlockPolicy.ERROR,
     own: OwnStates = NO_OWN_STATES,
+    shape: ShapePolicy = ShapePolicy.ERROR,
 ) -> OptimizerPlan:
     """Check that a saved state fits `optimizer`; `infos` has dtype and shape of each tensor.
 
     Missing are trainable live parameters that the saved optimizer did not have, unexpected are
-    saved states without a live parameter. `own` is what this rank has kept by itself. The
-    optimizer is not touched.
+    saved states without a live parameter. `own` is what this rank has kept by itself. With
+    `ShapePolicy.SKIP` parameters whose state has another shape start fresh. Nothing is touched.
     """
     inner = unwrap_optimizer(optimizer)
     check_class(inner, record, key=key, classes=classes)
@@ -226,6 +236,10 @@ def plan_restore_optimizer(
     record, lost = own.drop_lost(record, key=key, missing=missing)
     groups = match_groups(inner, members, record, key=key)
     infos = {n: info for n, info in infos.items() if split_tensor_name(n)[0] not in lost}
+    reshaped = tuple(_reshaped(record, infos, members)) if shape is ShapePolicy.SKIP else ()
+    if reshaped:
+        record = without_state(record, reshaped)
+        infos = {n: info for n, info in infos.items() if split_tensor_name(n)[0] not in reshaped}
     wrapped = plan_wrapped(record, infos, members, key=key, blocks=blocks)
     entries = {
         name: entry
@@ -237,12 +251,13 @@ def plan_restore_optimizer(
         filled=sum(fqn in members for fqn in record.stateful()),
         missing=tuple(f for f, m in members.items() if m.param.requires_grad and f not in saved),
         unexpected=tuple(fqn for fqn in record.stateful() if fqn not in members),
-        absent=tuple(fqn for fqn in record.stateless if fqn in members),
+        absent=tuple(f for f in record.stateless if f in members and f not in reshaped),
         new_groups=groups.new,
         implementation=_implementation(inner, groups),
         requantised=wrapped.anew,
         per_rank=tuple(entries),
         not_carried=tuple(fqn for fqn in lost if fqn in members),
+        reshaped=reshaped,
     )
     _check_names(report, key, missing, unexpected)
     return OptimizerPlan(
@@ -269,6 +284,23 @@ def _check_names(
             unexpected=report.unexpected,
             remedy="give the optimizer the saved parameters, or " + KEYS_REMEDY,
         )
+
+
+def _reshaped(
+    record: OptimizerRecord,
+    infos: Mapping[str, tuple[str, tuple[int, ...]]],
+    members: Mapping[FQN, Member],
+) -> dict[FQN, None]:
+    """Live parameters with a stored tensor that should have their shape and has another."""
+    odd, parts = set(record.odd_shaped), names_of_parts(record)
+    return {
+        fqn: None
+        for name, (_, shape) in infos.items()
+        if name not in odd
+        and name not in parts
+        and (fqn := split_tensor_name(name)[0]) in members
+        and tuple(shape) != stored_shape(members[fqn].param)
+    }
 
 
 def _sort_infos(
@@ -303,7 +335,8 @@ def _sort_infos(
         raise_shapes(
             "the optimizer",
             shapes,
-            remedy="build the model with the saved sizes, or start the optimizer afresh",
+            remedy="build the model with the saved sizes, or load with shape=ShapePolicy.SKIP, "
+            "with which these moments start afresh, or with moments=Moments.FRESH",
         )
     return found
 

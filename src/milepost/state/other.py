@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from milepost.errors import InvalidInputError
 from milepost.state.optimizer import inner_optimizers
 
 
@@ -95,4 +96,24 @@ def _all_modules(obj: object) -> bool:
         and not isinstance(obj, str | bytes)
         and len(obj) > 0
         and all(isinstance(part, nn.Module) for part in obj)
+    )
+
+
+def require_fillable(live: Any, value: Any, key: str) -> None:
+    """Refuse a live value that cannot take the saved one in place."""
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+        if live.shape == value.shape and live.dtype == value.dtype:
+            return
+        raise InvalidInputError(
+            f"state[{key!r}]: saved as {value.dtype} {tuple(value.shape)}, the live tensor is "
+            f"{live.dtype} {tuple(live.shape)}; make it like the saved one, or put it into a dict"
+        )
+    if isinstance(live, dict) and isinstance(value, Mapping):
+        return
+    if isinstance(live, list) and isinstance(value, list):
+        return
+    raise InvalidInputError(
+        f"state[{key!r}] is a {type(live).__name__} and was saved as a {type(value).__name__}, "
+        "which cannot be filled in place; save and load it in a dict, such as "
+        "{'progress': {'tokens': 0}}"
     )
