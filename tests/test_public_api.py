@@ -28,12 +28,17 @@ load_extra_state load_peft local_source newest save save_checkpoint save_peft sh
 shield_worker FileInfo Problem Severity VerifyReport
 MergeOnSave OptimizerStateFingerprint WeightFiles save_pp_checkpoint save_sharded_ep
 validate_ep_sharded_save
+Adapters CheckpointKind ExpertLora checkpoint_kind declare_expert_lora
 BlockPolicy Copies InnerDim PartRole register_tensor_class
 ReadMode declare_placement
 BestCheckpoint ElasticSampler EpochTail GlobalPosition SampleOrder
 HostBuffers InFlight Overlap SaveHandle Unchanged save_async wait_for_saves
 EventKind ProgressBar SaveEvent progress_bar
 Mirror Saving WhenIdle
+BaseModelRelation PublishMode PublishReport PublishTo StaleWeights TrainingState Visibility
+apply_training_sidecars publish
+Weights WeightsOrigin WeightsSource read_sidecar resolve_resume_weights_source stamp_weights_source
+OnStage OnStale Stage StageAction StagePipeline StageResult StageStart
 """.split()  # noqa: SIM905
 
 ERRORS = """
@@ -42,7 +47,7 @@ CheckpointIncompleteError InconsistentError ReplacedError UnsupportedVersionErro
 InvalidInputError UnencodableError MismatchError KeyMismatchError ShapeMismatchError
 DtypeMismatchError ConfigMismatchError ExistsError RunInUseError StorageError NoSpaceError
 LoadTornError CheckpointMigrationError MissingExtraError RankError RankTimeoutError
-SaveOutcomeUnknownError SaveInFlightError StateChangedError
+SaveOutcomeUnknownError SaveInFlightError StateChangedError PublishError
 """.split()  # noqa: SIM905
 
 

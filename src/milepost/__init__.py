@@ -15,6 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "milepost.adapters.expert": ("ExpertLora", "declare_expert_lora"),
+    "milepost.adapters.kinds": ("CheckpointKind", "checkpoint_kind"),
+    "milepost.checkpointing.adapter_save": ("Adapters",),
     "milepost.checkpointing.capture": ("State",),
     "milepost.checkpointing.ep_sharded": ("MergeOnSave", "validate_ep_sharded_save"),
     "milepost.checkpointing.copies": ("Copies",),
@@ -24,7 +27,7 @@ _HOMES = {
     "milepost.checkpointing.progress": ("ProgressBar", "progress_bar"),
     "milepost.checkpointing.linking": ("Unchanged",),
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
-    "milepost.checkpointing.load_request": ("Moments",),
+    "milepost.checkpointing.load_request": ("Moments", "Weights"),
     "milepost.checkpointing.peft_sidecar": ("load_peft", "save_peft"),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
     "milepost.checkpointing.in_flight": ("InFlight", "SaveHandle", "wait_for_saves"),
@@ -33,12 +36,21 @@ _HOMES = {
     "milepost.checkpointing.save_layouts": ("save_pp_checkpoint", "save_sharded_ep"),
     "milepost.checkpointing.save_prepare": ("Rng",),
     "milepost.checkpointing.save_report": ("SaveReport",),
+    "milepost.checkpointing.sidecar_read": ("read_sidecar",),
     "milepost.checkpointing.target": ("OnExisting",),
+    "milepost.checkpointing.weights_source": (
+        "WeightsOrigin",
+        "WeightsSource",
+        "resolve_resume_weights_source",
+    ),
+    "milepost.checkpointing.weights_stamp": ("stamp_weights_source",),
     "milepost.engine.host_buffers": ("HostBuffers",),
     "milepost.engine.read": ("ReadMode", "ReadOptions"),
     "milepost.engine.write": ("Durability", "InnerDim", "WriteMode", "WriteOptions"),
     "milepost.format.fingerprint": ("OptimizerStateFingerprint",),
+    "milepost.hf.publish_card": ("BaseModelRelation",),
     "milepost.hf.trainer_state": ("BestCheckpoint",),
+    "milepost.hf.training_sidecars": ("apply_training_sidecars",),
     "milepost.layouts.checkpoint": (
         "Checkpoint",
         "CheckpointInfo",
@@ -88,6 +100,15 @@ _HOMES = {
     ),
     "milepost.manager.saving": ("Saving",),
     "milepost.manager.signals": ("shield_worker",),
+    "milepost.manager.stage_types": (
+        "OnStage",
+        "OnStale",
+        "Stage",
+        "StageAction",
+        "StageResult",
+        "StageStart",
+    ),
+    "milepost.manager.stages": ("StagePipeline",),
     "milepost.plan.part_names": ("WeightFiles",),
     "milepost.state.data_position": ("GlobalPosition",),
     "milepost.state.declare": ("declare_placement",),
@@ -101,7 +122,16 @@ _HOMES = {
         "Unexpected",
     ),
     "milepost.state.wrappers": ("PartRole", "register_tensor_class"),
+    "milepost.tools.export": ("TrainingState",),
     "milepost.tools.migrate": ("convert_legacy_checkpoint_to_split",),
+    "milepost.tools.publish": (
+        "PublishMode",
+        "PublishReport",
+        "PublishTo",
+        "StaleWeights",
+        "Visibility",
+        "publish",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -125,6 +155,11 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from milepost import errors as errors
+    from milepost.adapters.expert import ExpertLora as ExpertLora
+    from milepost.adapters.expert import declare_expert_lora as declare_expert_lora
+    from milepost.adapters.kinds import CheckpointKind as CheckpointKind
+    from milepost.adapters.kinds import checkpoint_kind as checkpoint_kind
+    from milepost.checkpointing.adapter_save import Adapters as Adapters
     from milepost.checkpointing.capture import State as State
     from milepost.checkpointing.copies import Copies as Copies
     from milepost.checkpointing.ep_sharded import MergeOnSave as MergeOnSave
@@ -144,6 +179,7 @@ if TYPE_CHECKING:
     from milepost.checkpointing.load import Verify as Verify
     from milepost.checkpointing.load import load as load
     from milepost.checkpointing.load_request import Moments as Moments
+    from milepost.checkpointing.load_request import Weights as Weights
     from milepost.checkpointing.peft_sidecar import load_peft as load_peft
     from milepost.checkpointing.peft_sidecar import save_peft as save_peft
     from milepost.checkpointing.progress import ProgressBar as ProgressBar
@@ -157,7 +193,14 @@ if TYPE_CHECKING:
     from milepost.checkpointing.save_layouts import save_sharded_ep as save_sharded_ep
     from milepost.checkpointing.save_prepare import Rng as Rng
     from milepost.checkpointing.save_report import SaveReport as SaveReport
+    from milepost.checkpointing.sidecar_read import read_sidecar as read_sidecar
     from milepost.checkpointing.target import OnExisting as OnExisting
+    from milepost.checkpointing.weights_source import WeightsOrigin as WeightsOrigin
+    from milepost.checkpointing.weights_source import WeightsSource as WeightsSource
+    from milepost.checkpointing.weights_source import (
+        resolve_resume_weights_source as resolve_resume_weights_source,
+    )
+    from milepost.checkpointing.weights_stamp import stamp_weights_source as stamp_weights_source
     from milepost.engine.host_buffers import HostBuffers as HostBuffers
     from milepost.engine.read import ReadMode as ReadMode
     from milepost.engine.read import ReadOptions as ReadOptions
@@ -166,7 +209,9 @@ if TYPE_CHECKING:
     from milepost.engine.write import WriteMode as WriteMode
     from milepost.engine.write import WriteOptions as WriteOptions
     from milepost.format.fingerprint import OptimizerStateFingerprint as OptimizerStateFingerprint
+    from milepost.hf.publish_card import BaseModelRelation as BaseModelRelation
     from milepost.hf.trainer_state import BestCheckpoint as BestCheckpoint
+    from milepost.hf.training_sidecars import apply_training_sidecars as apply_training_sidecars
     from milepost.layouts.checkpoint import Checkpoint as Checkpoint
     from milepost.layouts.checkpoint import CheckpointInfo as CheckpointInfo
     from milepost.layouts.checkpoint import FileInfo as FileInfo
@@ -209,6 +254,13 @@ if TYPE_CHECKING:
     from milepost.manager.save_policies import WhenIdle as WhenIdle
     from milepost.manager.saving import Saving as Saving
     from milepost.manager.signals import shield_worker as shield_worker
+    from milepost.manager.stage_types import OnStage as OnStage
+    from milepost.manager.stage_types import OnStale as OnStale
+    from milepost.manager.stage_types import Stage as Stage
+    from milepost.manager.stage_types import StageAction as StageAction
+    from milepost.manager.stage_types import StageResult as StageResult
+    from milepost.manager.stage_types import StageStart as StageStart
+    from milepost.manager.stages import StagePipeline as StagePipeline
     from milepost.plan.part_names import WeightFiles as WeightFiles
     from milepost.state.data_position import GlobalPosition as GlobalPosition
     from milepost.state.declare import declare_placement as declare_placement
@@ -223,6 +275,13 @@ if TYPE_CHECKING:
     from milepost.state.policies import Unexpected as Unexpected
     from milepost.state.wrappers import PartRole as PartRole
     from milepost.state.wrappers import register_tensor_class as register_tensor_class
+    from milepost.tools.export import TrainingState as TrainingState
     from milepost.tools.migrate import (
         convert_legacy_checkpoint_to_split as convert_legacy_checkpoint_to_split,
     )
+    from milepost.tools.publish import PublishMode as PublishMode
+    from milepost.tools.publish import PublishReport as PublishReport
+    from milepost.tools.publish import PublishTo as PublishTo
+    from milepost.tools.publish import StaleWeights as StaleWeights
+    from milepost.tools.publish import Visibility as Visibility
+    from milepost.tools.publish import publish as publish

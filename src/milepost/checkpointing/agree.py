@@ -27,6 +27,7 @@ from milepost.geometry.placement import Replicate, Shard
 from milepost.plan.holding import PlacementClass
 from milepost.plan.hub_views import Views
 from milepost.plan.inventory import Inventory, LeafInfo, merge_inventories
+from milepost.state.model import ModelState
 from milepost.state.other import Kind, capture_stateful
 from milepost.state.placements import Held, axes_of, describe
 from milepost.state.tree_blob import pack_tree
@@ -137,28 +138,40 @@ def held_sets(captured: Captured, small: Mapping[str, Held]) -> dict[str, dict[s
         key: {name: describe(tensor, key=f"{key}: {name}") for name, tensor in leaves.items()}
         for key, leaves in (
             *((key, model.leaves) for key, model in captured.models.items()),
+            *((key, attached.leaves) for key, attached in captured.attached.items()),
             *((o.place, o.state.tensors) for o in captured.optimizers),
         )
     }
     return {**sets, SMALL_SET: dict(small)}
 
 
-def mesh_of(captured: Captured, inventory: Inventory, world_size: int) -> dict[str, Any]:
-    """The manifest's `mesh`: axes by name and size, world size, and a digest of the topology."""
+def mesh_of(
+    live: Mapping[str, ModelState],
+    inventory: Inventory,
+    world_size: int,
+    placed: Mapping[str, str],
+) -> dict[str, Any]:
+    """The manifest's `mesh`: axes by name and size, world size, and a digest of the topology.
+
+    `live` are the models as they are; for `placed` see `topology_digest`.
+    """
     axes: dict[str, int] = {}
-    for model in captured.models.values():
+    for model in live.values():
         for tensor in model.leaves.values():
             axes.update(axes_of(tensor))
     return {
         "axes": axes,
         "world_size": world_size,
-        "topology": topology_digest(inventory, captured.models),
+        "topology": topology_digest(inventory, placed),
     }
 
 
-def topology_digest(inventory: Inventory, models: Iterable[str]) -> str:
-    """A digest of how every weight is held by which ranks; equal digests mean equal topologies."""
-    sets = {key: inventory.sets.get(key, {}) for key in models}
+def topology_digest(inventory: Inventory, placed: Mapping[str, str]) -> str:
+    """A digest of how every weight is held by which ranks; equal digests mean equal topologies.
+
+    `placed` has for each model the set whose tensors count: its own, or that of its adapter.
+    """
+    sets = {key: inventory.sets.get(name, {}) for key, name in placed.items()}
     return xxhash.xxh3_128(Inventory(sets=sets).to_bytes()).hexdigest()
 
 

@@ -42,6 +42,15 @@ class CapturedOptimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedSet:
+    """Tensors of a model that lie in files of their own: `<directory>/<stem>.safetensors`."""
+
+    directory: str
+    stem: str
+    leaves: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
     """References to everything that a save writes.
 
@@ -49,7 +58,9 @@ class Captured:
     a tensor that holds one row of bytes per rank to its key. `prefixes` gives the directory of each
     model inside the checkpoint, empty for the one at the root. `positions` are trees of where the
     whole job stands in its data, by key. `aliases` are the ties of each model across ranks: alias
-    to the name under which its tensor is kept.
+    to the name under which its tensor is kept. `attached` are further sets of tensors, by key.
+    `renamed` has the models and sets whose tensors have other names on disk: these by live name.
+    `stems` has the stem of the files of a model that is not `model`.
     """
 
     kinds: dict[str, Kind]
@@ -61,6 +72,9 @@ class Captured:
     rows: dict[str, str] = field(default_factory=dict)
     positions: dict[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    attached: dict[str, AttachedSet] = field(default_factory=dict)
+    renamed: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    stems: dict[str, str] = field(default_factory=dict)
 
     def replace_by_row(self, key: str, row: torch.Tensor) -> None:
         """Store `key` as this rank's row of bytes instead of a tree that is the same for all."""

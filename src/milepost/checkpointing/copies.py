@@ -27,7 +27,7 @@ from milepost.storage import fileops
 from milepost.storage.space import storage_error
 from milepost.storage.staging import STAGING_PREFIX
 
-_SMALL_ON_ONE_HOST = 16 * 1024
+_SMALL_ON_ONE_HOST = 0
 _SMALL_ON_SEVERAL = 1024 * 1024
 _LOOKS = 3
 _PAUSE_S = 0.05

@@ -20,7 +20,14 @@ from milepost.engine.write import FileWrite, Piece
 from milepost.errors import CheckpointIncompleteError
 from milepost.format.digests import Extent, digest_of, pack_records, root_digest
 from milepost.format.dtypes import DTYPES
-from milepost.format.manifest import FileEntry, ModelEntry, Role, StateEntry, ViewRule
+from milepost.format.manifest import (
+    AdapterEntry,
+    FileEntry,
+    ModelEntry,
+    Role,
+    StateEntry,
+    ViewRule,
+)
 from milepost.plan.division import StepKey
 from milepost.plan.inventory import Inventory, items_of
 from milepost.plan.part_names import StageParts, WeightFiles, naming_of
@@ -45,19 +52,22 @@ class TensorSetPlace:
     role: Role
     max_part_nbytes: int
     weight_files: WeightFiles = WeightFiles.NUMBERED
+    has_index: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
     """A file, by its name inside the checkpoint, and the pieces of it that this rank writes.
 
-    `header` is that of a part of frozen tensors, which an earlier checkpoint may have already."""
+    `header` is that of a part of frozen tensors, which an earlier checkpoint may have already.
+    `digested` are the extents of the pieces, where they were hashed while they could not change."""
 
     name: str
     role: Role
     nbytes: int
     pieces: tuple[Piece, ...]
     header: bytes | None = None
+    digested: Sequence[Extent] | None = None
 
     def write_into(self, directory: Path) -> FileWrite:
         return FileWrite(path=directory / self.name, pieces=self.pieces, file_nbytes=self.nbytes)
@@ -106,16 +116,27 @@ def tensor_sets(
             max_part_nbytes=max_part_nbytes,
             weight_files=_files_of(weight_files, captured.prefixes[key]),
         )
+        if key not in captured.stems
+        else _in_one_file(captured.prefixes[key], captured.stems[key])
         for key in captured.models
     }
+    for key, attached in captured.attached.items():
+        places[key] = _in_one_file(attached.directory, attached.stem)
     for optimizer in captured.optimizers:
         places[optimizer.place] = TensorSetPlace(
             stem=optimizer.place, prefix=TRAINING, role="state", max_part_nbytes=max_part_nbytes
         )
     places[SMALL_SET] = TensorSetPlace(
-        stem="state", prefix=TRAINING, role="state", max_part_nbytes=2**63
+        stem="state", prefix=TRAINING, role="state", max_part_nbytes=2**63, has_index=False
     )
     return places
+
+
+def _in_one_file(directory: str, stem: str) -> TensorSetPlace:
+    """Adapters are read by programs that know one file only."""
+    return TensorSetPlace(
+        stem=stem, prefix=directory, role="weights", max_part_nbytes=2**63, has_index=False
+    )
 
 
 def _files_of(wanted: WeightFiles, prefix: str) -> WeightFiles:
@@ -226,7 +247,7 @@ def _lay_out(
             )
             number += 1
             turn += -(-part.nbytes // DOMAIN_NBYTES)
-        index = None if key == SMALL_SET else _index_file(plan, place)
+        index = _index_file(plan, place) if place.has_index else None
         if index is not None and rank != rules.leader:
             index = replace(index, pieces=())
         sets.append((key, parts, index))
@@ -242,23 +263,28 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def model_entries(
-    captured: Captured, inventory: Inventory, huggingface: Iterable[str]
+    captured: Captured,
+    inventory: Inventory,
+    huggingface: Iterable[str],
+    adapters: Mapping[str, AdapterEntry],
 ) -> dict[str, ModelEntry]:
     """The manifest's entries for the models; `huggingface` are the keys that load there."""
     known = set(huggingface)
     return {
         key: ModelEntry(
             prefix=captured.prefixes[key],
-            stem=WEIGHTS_STEM,
+            stem=captured.stems.get(key, WEIGHTS_STEM),
             huggingface=key in known,
             tied=inventory.ties_on_disk(key, ties_of(inventory, key)),
-            views=_views_of(inventory, key),
+            views=views_of_set(inventory, key),
+            adapter=adapters.get(key),
         )
         for key in captured.models
     }
 
 
-def _views_of(inventory: Inventory, key: str) -> tuple[ViewRule, ...]:
+def views_of_set(inventory: Inventory, key: str) -> tuple[ViewRule, ...]:
+    """The manifest's rules for the tensors of one set that have other names on disk."""
     shapes = {fqn: leaf.shape for fqn, leaf in inventory.sets.get(key, {}).items()}
     return tuple(view_rules(shapes, inventory.views.get(key, {})))
 

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
+from milepost.checkpointing.adapter_load import plan_adapter, stored_adapter
+from milepost.checkpointing.adapter_save import adapter_leaves, carries_adapter
 from milepost.checkpointing.agree import agree_inventory, names_elsewhere, topology_digest
 from milepost.checkpointing.agree_optimizer import own_states
 from milepost.checkpointing.capture import State, check_keys, primary_key
+from milepost.checkpointing.fresh_moments import files_of_optimizers
+from milepost.checkpointing.legacy_shards import legacy_shards
 from milepost.checkpointing.load_dcp import plan_dcp
 from milepost.checkpointing.load_foreign import plan_foreign
 from milepost.checkpointing.load_model import plan_model
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments
+from milepost.checkpointing.load_tensors import LazyTensors, infos_of, read_stored
 from milepost.checkpointing.per_rank import PerRank
 from milepost.checkpointing.provenance import exactness, exactness_differences
 from milepost.checkpointing.report import Level, LoadReport
@@ -23,14 +28,13 @@ from milepost.engine.read import read_tensor
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import (
     DamagedError,
-    InvalidInputError,
     KeyMismatchError,
     MismatchError,
 )
 from milepost.format.fingerprint import OptimizerStateFingerprint
 from milepost.format.manifest import STATE_NAME
 from milepost.format.tree import decode
-from milepost.layouts.checkpoint import Checkpoint, TensorInfo
+from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.dcp import DcpCheckpoint
 from milepost.layouts.directory import DirectoryCheckpoint, require_intact
 from milepost.layouts.tensor_set import TensorSet
@@ -43,7 +47,7 @@ from milepost.state.optimizer_merge import without
 from milepost.state.optimizer_own import NO_OWN_STATES
 from milepost.state.optimizer_plan import plan_restore_optimizer
 from milepost.state.optimizer_record import OptimizerRecord, split_tensor_name
-from milepost.state.other import Kind, restore_stateful, restore_value
+from milepost.state.other import Kind, require_fillable, restore_stateful, restore_value
 from milepost.state.placements import describe
 from milepost.state.policies import Missing
 from milepost.state.tree_torch import MappingSource
@@ -80,7 +84,12 @@ def plan_load(
         return plan
     only_models = all(kind is Kind.MODEL for kind in kinds.values())
     has_model = Kind.MODEL in kinds.values()
-    require_intact(checkpoint, ["weights"] * has_model + ["state"] * (not only_models))
+    is_fresh = policies.moments is Moments.FRESH
+    require_intact(
+        checkpoint,
+        ["weights"] * has_model + ["state"] * (not only_models),
+        leave_out=files_of_optimizers(checkpoint.manifest) if is_fresh else (),
+    )
     wanted = _Wanted(talk, checkpoint, state, kinds, policies, plan)
     wanted.plan_models(primary)
     if only_models:
@@ -110,27 +119,59 @@ class _Wanted:
         self._trees: dict[str, Any] = {}
         self._small: TensorSet | None = None
         self._primary: str | None = None
+        self._adapters: set[str] = set()
 
     def plan_models(self, primary: str | None) -> None:
         models = [key for key, kind in self.kinds.items() if kind is Kind.MODEL]
         self._primary = primary_key(self.kinds, primary)
         for key in models:
             saved_key = self._saved_model(key)
+            if self._plan_adapter(key, saved_key):
+                continue
             tensors = self.checkpoint.weights(saved_key)
             entry = self.checkpoint.model_entry(saved_key)
             load = plan_model(
                 self.talk,
                 key,
                 self.state[key],
-                _infos(tensors.tensors),
+                infos_of(tensors.tensors),
                 entry.tied,
                 self.policies,
                 self._extra(key, saved_key),
             )
-            load.check_ties(partial(_read_stored, tensors))
+            load.check_ties(partial(read_stored, tensors))
             self.plan.models[key] = (load, tensors.stored)
             self.report.models[key] = load.restore.report
             self.report.notes += [] if load.note is None else [f"{key}: {load.note}"]
+
+    def _plan_adapter(self, key: str, saved_key: str) -> bool:
+        """Plan the adapter of a model where it was saved by itself; whether it was.
+
+        Weights with the adapter folded in are those of a model that has no adapter.
+        """
+        saved = stored_adapter(self.checkpoint, saved_key)
+        if saved is None:
+            return False
+        has_weights = saved.entry is not None and saved.entry.kind == "merged_adapter"
+        if has_weights and not carries_adapter(self.talk, key, self.state[key]):
+            self._refuse_merged(key)
+            return False
+        load = plan_adapter(self.talk, key, self.state[key], saved, self.policies)
+        load.check_ties(lambda name: read_tensor(saved.stored(name)))
+        self.plan.models[key] = (load, saved.stored)
+        self.report.models[key] = load.restore.report
+        self.report.notes += [] if load.note is None else [f"{key}: {load.note}"]
+        self._adapters.add(key)
+        return True
+
+    def _refuse_merged(self, key: str) -> None:
+        """Merged weights may be looked at, but nothing goes on training from them."""
+        if any(kind is Kind.OPTIMIZER for kind in self.kinds.values()):
+            raise MismatchError(
+                f"{self.checkpoint.path}: an adapter was trained and folded into these weights, "
+                f"and {key} has no adapter to go on training; put it on the base, "
+                "model_name_or_path, or load the weights alone: {'model': model}"
+            )
 
     def _saved_model(self, key: str) -> str:
         """The saved model for a live one: of the same key, or the one at the root for the root."""
@@ -162,16 +203,22 @@ class _Wanted:
             for sub, inner in inner_optimizers(self.state[key]).items()
         }
         others = [k for k, kind in self.kinds.items() if kind in (Kind.STATEFUL, Kind.VALUE)]
-        absent = [key for key in (*places, *others) if key not in saved]
+        if self.policies.moments is Moments.FRESH:
+            self.plan.fresh = {place: inner for place, (_, inner) in places.items()}
+            self.report.fresh_moments = dict.fromkeys(places, self.policies.fresh_because)
+        wanted = [key for key in (*places, *others) if key not in self.plan.fresh]
+        absent = [key for key in wanted if key not in saved]
         if absent and self.policies.missing is Missing.ERROR:
+            warm = ", or moments=Moments.FRESH" if set(absent) & set(places) else ""
             raise KeyMismatchError(
                 f"{self.checkpoint.path}: holds no {', '.join(absent)}; it holds "
                 f"{', '.join(sorted(saved))}; leave them out of the state, or load with "
-                "missing=Missing.KEEP",
+                f"missing=Missing.KEEP{warm}{legacy_shards(self.checkpoint.path)}",
                 missing=absent,
             )
         self.report.kept = absent
-        self._plan_optimizers({p: v for p, v in places.items() if p in saved})
+        if not self.plan.fresh:
+            self._plan_optimizers({p: v for p, v in places.items() if p in saved})
         for key in others:
             if key in saved:
                 self._plan_other(key)
@@ -180,10 +227,6 @@ class _Wanted:
         self._plan_rng()
 
     def _plan_optimizers(self, places: Mapping[str, tuple[str, Any]]) -> None:
-        if self.policies.moments is Moments.FRESH:
-            self.report.notes += [f"{place}: fresh moments, as asked" for place in places]
-            self.report.kept = [*self.report.kept, *places]
-            return
         models = {key: self.state[key] for key, kind in self.kinds.items() if kind is Kind.MODEL}
         names = kept_names(parameter_names(models, primary=self._primary), self._aliases())
         for place, (_, optimizer) in places.items():
@@ -196,7 +239,7 @@ class _Wanted:
             own = {names[id(p)]: p for p in params if id(p) in names}
             saved = [fqn for group in record.groups for fqn in group.params]
             elsewhere = names_elsewhere(self.talk, place, own, [*saved, *record.ungrouped])
-            infos = _infos(tensors.tensors)
+            infos = infos_of(tensors.tensors)
             kept = NO_OWN_STATES
             if record.per_rank:
                 kept = own_states(self.talk, self._per_rank(), place, record, own)
@@ -212,6 +255,7 @@ class _Wanted:
                 classes=self.policies.optimizer_class,
                 blocks=self.policies.blocks,
                 own=kept,
+                shape=self.policies.shape,
             )
             self.plan.optimizers[place] = (plan, tensors)
             self.report.optimizers[place] = plan.report
@@ -240,7 +284,7 @@ class _Wanted:
         if self.kinds[key] is Kind.STATEFUL:
             self.plan.others.append(lambda: restore_stateful(live, value))
             return
-        _require_fillable(live, value, key)
+        require_fillable(live, value, key)
         self.plan.others.append(lambda: restore_value(live, value))
 
     def _plan_rng(self) -> None:
@@ -263,11 +307,11 @@ class _Wanted:
         report, manifest = self.report, self.checkpoint.manifest
         now = exactness(self.state)
         report.differences = exactness_differences(manifest.exactness, now)
-        left_out = [*report.kept, *report.not_loaded]
+        left_out = [*report.kept, *report.not_loaded, *report.fresh_moments]
         partial = any(
             r.missing or r.unexpected or r.cast or r.skipped for r in report.models.values()
         ) or any(
-            r.missing or r.unexpected or r.not_carried or r.requantised
+            r.missing or r.unexpected or r.not_carried or r.requantised or r.reshaped
             for r in report.optimizers.values()
         )
         for place, optimizer in report.optimizers.items():
@@ -289,17 +333,21 @@ class _Wanted:
         saved = self.checkpoint.manifest.mesh
         if not self.report.models:
             return self._is_on_other_ranks(saved.get("world_size"))
-        models = {
+        whole = {
             key: under_kept_names(model_state(self.state[key]), load.ties).leaves
             for key, (load, _) in self.plan.models.items()
+        }
+        models = {
+            key: adapter_leaves(self.state[key]) if key in self._adapters else own
+            for key, own in whole.items()
         }
         leaves = {
             key: {name: describe(tensor, key=name) for name, tensor in own.items()}
             for key, own in models.items()
         }
         inventory = agree_inventory(self.talk, leaves)
-        self._compare_fingerprint(models, inventory)
-        topology = topology_digest(inventory, leaves)
+        self._compare_fingerprint(whole, inventory)
+        topology = topology_digest(inventory, {key: key for key in leaves})
         if saved.get("topology") in (None, topology):
             return False
         self.report.differences.insert(
@@ -349,50 +397,4 @@ class _Wanted:
         where = f"{self.checkpoint.path}/training/state.json: {key}"
         if key not in trees:
             raise DamagedError(f"{where}: missing, though the manifest lists it")
-        return decode(trees[key], MappingSource(_LazyTensors(tensors)), where=where)
-
-
-class _LazyTensors(Mapping[str, torch.Tensor]):
-    """The small tensors by name, each read when a tree refers to it."""
-
-    def __init__(self, tensors: TensorSet) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._tensors.tensors:
-            raise KeyError(name)
-        return read_tensor(self._tensors.stored(name))
-
-    def __iter__(self) -> Any:
-        return iter(self._tensors.tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors.tensors)
-
-
-def _read_stored(tensors: TensorSet, name: str) -> torch.Tensor:
-    return read_tensor(tensors.stored(name))
-
-
-def _infos(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (info.dtype, info.shape) for name, info in tensors.items()}
-
-
-def _require_fillable(live: Any, value: Any, key: str) -> None:
-    """Refuse a live value that cannot take the saved one in place."""
-    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-        if live.shape == value.shape and live.dtype == value.dtype:
-            return
-        raise InvalidInputError(
-            f"state[{key!r}]: saved as {value.dtype} {tuple(value.shape)}, the live tensor is "
-            f"{live.dtype} {tuple(live.shape)}; make it like the saved one, or put it into a dict"
-        )
-    if isinstance(live, dict) and isinstance(value, Mapping):
-        return
-    if isinstance(live, list) and isinstance(value, list):
-        return
-    raise InvalidInputError(
-        f"state[{key!r}] is a {type(live).__name__} and was saved as a {type(value).__name__}, "
-        "which cannot be filled in place; save and load it in a dict, such as "
-        "{'progress': {'tokens': 0}}"
-    )
+        return decode(trees[key], MappingSource(LazyTensors(tensors)), where=where)

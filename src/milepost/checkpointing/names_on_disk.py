@@ -95,6 +95,8 @@ def agree_on_names(
     found = NamesOnDisk()
     problems: dict[str, str] = {}
     for key, model in captured.models.items():
+        if key in captured.renamed:
+            continue
         every = {**model.leaves, **{a: model.leaves[kept] for a, kept in model.ties.items()}}
         derived = derive(models[key], every)
         if derived.problem is not None:

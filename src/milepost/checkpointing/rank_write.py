@@ -19,6 +19,7 @@ from weakref import WeakSet
 import msgspec
 
 from milepost.checkpointing.files import FilesPlan, PlannedFile
+from milepost.checkpointing.frozen_parts import check_share, remember_share
 from milepost.checkpointing.world import drop_exchange_group, exchange_group
 from milepost.engine.exchange import ExchangeStep
 from milepost.engine.exchange_write import (
@@ -118,6 +119,9 @@ class RankWrite:
             busy = [number for number, file in enumerate(files) if file.pieces]
             found = fill_files([writes[number] for number in busy], options)
             own.update(zip(busy, found, strict=True))
+            for number, extents in own.items():
+                check_share(files[number], extents)
+                self._remember(files[number], extents)
         if group is not None:
             exchanged = (
                 self._mapped(steps)
@@ -143,8 +147,12 @@ class RankWrite:
         paths = {Path(plan.files[number].name): number for number in sorted(numbers)}
         own: dict[int, list[Extent]] = {}
         with together(self.talk, f"pieces/{self.label}"), self.told():
-            writes = [plan.files[number].write_into(Path()) for number in paths.values()]
-            own.update(zip(paths.values(), digest_files(writes, self.options), strict=True))
+            own |= {n: list(plan.files[n].digested or ()) for n in paths.values()}
+            rest = [n for n in paths.values() if plan.files[n].digested is None]
+            writes = [plan.files[number].write_into(Path()) for number in rest]
+            own.update(zip(rest, digest_files(writes, self.options), strict=True))
+            for number, extents in own.items():
+                self._remember(plan.files[number], extents)
         if group is not None and not self.rules.is_mapped:
             steps = [step for step in plan.steps if step.path in paths]
             for path, found in self._exchanged(steps, group, exchange_and_digest).items():
@@ -152,6 +160,9 @@ class RankWrite:
         with together(self.talk, f"look/{self.label}"), self.told():
             look(own)
         return self._collected(own, len(plan.files))
+
+    def _remember(self, file: PlannedFile, extents: Sequence[Extent]) -> None:
+        remember_share(self.directory, int(self.label.partition("/")[0]), file, extents)
 
     def _exchanged(
         self, steps: Sequence[ExchangeStep], group: ExchangeGroup, exchange: _Exchange
@@ -180,15 +191,18 @@ class RankWrite:
         packed = msgspec.msgpack.encode({n: pack_records(found) for n, found in own.items()})
         leader, *others = self.rules.writers
         announced: list[_Records] = []
+        blobs = [packed]
         if others:
             with together(self.talk, f"records/{self.label}"), self.told():
                 if self.talk.rank == leader:
                     announced = self._make_room(others)
                 elif self.talk.rank in others:
                     self._leave_records(packed, others.index(self.talk.rank))
+            with together(self.talk, f"records-read/{self.label}"), self.told():
+                if self.talk.rank == leader:
+                    blobs += self._read_records(announced)
         extents: list[list[Extent]] = [[] for _ in range(count)]
         if self.talk.rank == leader:
-            blobs = [packed, *self._read_records(announced)]
             for rank, blob in zip(self.rules.writers, blobs, strict=True):
                 for number, records in msgspec.msgpack.decode(blob, type=dict[int, bytes]).items():
                     extents[number] += unpack_records(records, f"rank {rank}")
@@ -222,8 +236,6 @@ class RankWrite:
 
     def _read_records(self, announced: Sequence[_Records]) -> Iterator[bytes]:
         """What the others left, and remove it; read through a fresh open, once all are done."""
-        if not announced:
-            return
         path = self.directory / RECORDS_NAME
         with open(path, "rb") as file:
             for records in announced:

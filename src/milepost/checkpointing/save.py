@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from milepost.checkpointing.adapter_save import Adapters
 from milepost.checkpointing.capture import State
 from milepost.checkpointing.copies import Copies
 from milepost.checkpointing.events import OnEvent
@@ -42,11 +43,13 @@ def save(
     weight_files: WeightFiles = WeightFiles.AUTO,
     fingerprint: Stated = None,
     sidecars: Sidecars | None = None,
+    documents: Mapping[str, bytes] | None = None,
     copies: Copies = Copies.ONE,
     lineage: Lineage | None = None,
     options: WriteOptions | None = None,
     on_event: OnEvent | None = None,
     unchanged: Unchanged = Unchanged.LINK_VERIFIED,
+    adapters: Adapters = Adapters.ALONE,
 ) -> SaveReport:
     """Write `state` as the checkpoint directory `path`, for instance `run/checkpoint-1000`.
 
@@ -64,10 +67,14 @@ def save(
     part, as in Hugging Face, and `weight_files` says which parts there are: those of each stage
     when the model is a pipeline. `fingerprint` states fields of the topology that cannot be derived
     from the state, by name. `sidecars` are files beside the weights that these need, by name:
-    bytes, or tensors for a `.pt` file; those of rank 0 are written. `on_event` is called with what
+    bytes, or tensors for a `.pt` file; those of rank 0 are written. So are `documents`, further
+    files by name that nothing depends on, or in place of one of that name that Milepost makes
+    itself (`trainer_state.json`, a card). `on_event` is called with what
     this rank does, a `SaveEvent` at a time, from any thread; see `progress_bar`. Frozen weights,
     16 MiB and more of them, lie in parts of their own; `unchanged` says what becomes of such a part
     when the newest checkpoint of the run, or the one that this one descends from, has its bytes.
+    Of a model that carries adapters (those of peft, or of experts that were declared), `adapters`
+    says what is written: the adapter alone, or all weights with it folded in.
 
     Ranks that do not see the directory of `path` send what they hold to ranks that do; rank 0 must
     see it. With `copies=Copies.PER_NODE` each node writes a whole checkpoint to its own disk, under
@@ -92,11 +99,13 @@ def save(
         "weight_files": weight_files,
         "fingerprint": fingerprint,
         "sidecars": sidecars,
+        "documents": documents,
         "copies": copies,
         "lineage": lineage,
         "options": options,
         "on_event": on_event,
         "unchanged": unchanged,
+        "adapters": adapters,
     }
     saves.drain()
     with converse() as talk:

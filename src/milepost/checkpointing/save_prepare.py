@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypedDict
 
+from milepost.checkpointing.adapter_save import Adapters, take_adapters
 from milepost.checkpointing.agree import mesh_of
 from milepost.checkpointing.capture import State, add_rng, capture
 from milepost.checkpointing.config import as_mapping
@@ -20,7 +21,7 @@ from milepost.checkpointing.numbers import plain_epoch, plain_metrics
 from milepost.checkpointing.provenance import exactness, provenance, writer
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.save_run import SaveRun
-from milepost.checkpointing.sidecars import Sidecars, sidecar_files
+from milepost.checkpointing.sidecars import Sidecars, sidecar_files, with_documents
 from milepost.checkpointing.stage_ties import stage_ties
 from milepost.checkpointing.target import OnExisting, check_step
 from milepost.checkpointing.topology import fingerprint_of_save
@@ -58,11 +59,13 @@ class SaveKeywords(TypedDict, total=False):
     weight_files: WeightFiles
     fingerprint: Stated
     sidecars: Sidecars | None
+    documents: Mapping[str, bytes] | None
     copies: Copies
     lineage: Lineage | None
     options: WriteOptions | None
     on_event: OnEvent | None
     unchanged: Unchanged
+    adapters: Adapters
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,11 +121,15 @@ def prepare_save(
     with together(talk, "capture"), run.phase("capture"):
         aliases = stage_ties(talk, state)
         captured = capture(state, primary=keywords.get("primary"), aliases=aliases)
+        wanted = keywords.get("adapters", Adapters.ALONE)
+        live = dict(captured.models)
+        adapters = take_adapters(talk, captured, state, wanted)
         if keywords.get("rng", Rng.INCLUDE) is Rng.INCLUDE:
             add_rng(captured)
     with together(talk, "plan"), run.phase("plan"):
         shard = keywords.get("max_shard_size", DEFAULT_PART_NBYTES)
-        plan, inventory = run.plan(captured, state, shard)
+        plan, inventory = run.plan(captured, state, shard, adapters)
+        placed = {key: adapters[key].placed if key in adapters else key for key in live}
         if not talk.is_coordinator:
             return PreparedSave(run=run, begin=begin)
         manifest = Manifest(
@@ -135,13 +142,15 @@ def prepare_save(
             created=begin["created"],
             metrics=plain_metrics(keywords.get("metrics") or {}),
             writer=writer(),
-            mesh=mesh_of(captured, inventory, talk.world_size),
+            mesh=mesh_of(live, inventory, talk.world_size, placed),
             fingerprint=fingerprint_of_save(
                 captured,
                 state,
                 inventory,
+                live,
                 world_size=talk.world_size,
                 stated=keywords.get("fingerprint"),
+                placed=placed,
             ).to_dict(),
             pp_stage_partition=dict(plan.partition),
             model_config=_encoded(keywords.get("model_config")),
@@ -156,9 +165,12 @@ def prepare_save(
             manifest,
             keywords.get("log_history", ()),
             keywords.get("best"),
+            adapters,
         )
+        tensor_files = [file.name for file in plan.files]
+        own = with_documents(own, keywords.get("documents") or {}, tensor_files)
         sidecars = keywords.get("sidecars") or {}
-        own += sidecar_files(sidecars, [file.name for file in (*plan.files, *own)])
+        own += sidecar_files(sidecars, [*tensor_files, *(file.name for file in own)])
         manifest.needs = list(sidecars)
         encode_manifest(manifest)  # what it cannot hold is refused before a file exists
     lineage = keywords.get("lineage")

@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from milepost.checkpointing.adapter_files import adapter_entries, files_of_models
+from milepost.checkpointing.adapter_fold import fold_adapters
+from milepost.checkpointing.adapter_save import AdapterSave, rename_views
 from milepost.checkpointing.agree import agree_inventory, held_sets, settle_trees
 from milepost.checkpointing.capture import Captured, State
 from milepost.checkpointing.copies import Copies, agree_rules, share_documents
@@ -31,14 +34,14 @@ from milepost.checkpointing.files import (
 )
 from milepost.checkpointing.led_copy import LedCopy, holds
 from milepost.checkpointing.lineage import Lineage, lineage_of
-from milepost.checkpointing.linking import Linked, Linking, Unchanged, has_frozen_parts
+from milepost.checkpointing.linking import Linked, Linking, Unchanged, linkable_nbytes
 from milepost.checkpointing.names_on_disk import agree_on_names, held_on_disk
 from milepost.checkpointing.phases_text import phases_text
 from milepost.checkpointing.rank_write import ExchangeGroup, RankWrite, ready_group
 from milepost.checkpointing.replicas import prove_replicas
 from milepost.checkpointing.save_phases import Phases, share_nbytes
 from milepost.checkpointing.save_report import SaveReport
-from milepost.checkpointing.stage_ties import tie_facts, ties_of
+from milepost.checkpointing.stage_ties import tie_facts
 from milepost.checkpointing.target import OnExisting, check_target
 from milepost.engine.rendezvous import Conversation, together
 from milepost.engine.rendezvous import led as led_by_coordinator
@@ -46,7 +49,6 @@ from milepost.engine.write import WriteOptions
 from milepost.errors import CheckpointError, MismatchError, SaveOutcomeUnknownError
 from milepost.format.digests import Extent
 from milepost.format.manifest import STATE_NAME, Manifest
-from milepost.hf.aux_files import collect_model_files
 from milepost.hf.trainer_state import BestCheckpoint, trainer_state
 from milepost.plan.inventory import Inventory
 from milepost.plan.part_names import WeightFiles
@@ -138,7 +140,11 @@ class SaveRun:
         )
 
     def plan(
-        self, captured: Captured, state: State, max_shard_size: int | str
+        self,
+        captured: Captured,
+        state: State,
+        max_shard_size: int | str,
+        adapters: Mapping[str, AdapterSave],
     ) -> tuple[FilesPlan, Inventory]:
         """Agree on all trees and tensors, and lay out their files; collective."""
         small = settle_trees(self.talk, captured, state)
@@ -151,11 +157,17 @@ class SaveRun:
         ties = {key: model.ties for key, model in captured.models.items()}
         proven = {key: held[key] for key in held if key != SMALL_SET}
         prove_replicas(self.talk, proven, captured.aliases)
+        held |= fold_adapters(self.talk, captured, adapters, held)
         if self.weight_files is WeightFiles.RANKS:
             names = slice_experts(self.talk, captured, held)
         else:
-            names = agree_on_names(self.talk, state, captured)
+            models = {key: state[key] for key in captured.models}
+            models |= {key: saved.model for key, saved in adapters.items()}
+            names = agree_on_names(self.talk, models, captured)
         self.notes += names.notes
+        for key, renamed in captured.renamed.items():
+            leaves = captured.attached[key] if key in captured.attached else captured.models[key]
+            names.views[key] = rename_views(renamed, leaves.leaves)
         frozen = {key: model.frozen for key, model in captured.models.items()}
         inventory = agree_inventory(self.talk, held, tie_facts(ties), names.views, frozen)
         on_disk = held_on_disk(held, inventory, self.talk.rank)
@@ -178,30 +190,17 @@ class SaveRun:
         manifest: Manifest,
         log_history: Sequence[Mapping[str, Any]],
         best: BestCheckpoint | None,
+        adapters: Mapping[str, AdapterSave],
     ) -> list[PlannedFile]:
         """Config, tokenizer, card, trainer state and trees: what the coordinator alone writes.
 
         Sets the manifest's entries for models and state. Names and dtypes are those of all ranks.
         """
-        files: list[PlannedFile] = []
-        huggingface = []
-        for key in captured.models:
-            prefix = captured.prefixes[key]
-            ties = ties_of(inventory, key)
-            aux = collect_model_files(
-                state[key],
-                processing_class=processing_class if prefix == "" else None,
-                ties=ties,
-                dtype_names=[leaf.dtype for leaf in inventory.sets[key].values()],
-                saved_names=[*inventory.on_disk(key), *inventory.ties_on_disk(key, ties)],
-            )
-            self.notes += [f"{key}: {note}" for note in aux.notes]
-            is_sliced = self.weight_files is WeightFiles.RANKS and prefix == ""
-            if "config.json" in aux.files and not is_sliced:
-                huggingface.append(key)
-            for name, data in aux.files.items():
-                full = f"{prefix}/{name}" if prefix else name
-                files.append(document_file(full, data, "info"))
+        models = files_of_models(state, captured, inventory, adapters, processing_class)
+        files = models.files
+        self.notes += models.notes
+        sliced = [""] if self.weight_files is WeightFiles.RANKS else []
+        huggingface = [k for k in models.huggingface if captured.prefixes[k] not in sliced]
         trainer, notes = trainer_state(
             global_step=self.step,
             epoch=manifest.epoch or 0.0,
@@ -212,7 +211,8 @@ class SaveRun:
         files.append(document_file("trainer_state.json", trainer, "info"))
         document = captured.document_bytes(self.talk.world_size)
         files.append(document_file(STATE_NAME, document, "state"))
-        manifest.models = model_entries(captured, inventory, huggingface)
+        entries = adapter_entries(adapters, inventory)
+        manifest.models = model_entries(captured, inventory, huggingface, entries)
         manifest.state = state_entries(captured)
         manifest.notes = list(self.notes)
         return files
@@ -263,6 +263,7 @@ class SaveRun:
             phase_nbytes=dict(self.phases.nbytes),
             linked=linked.names,
             linked_nbytes=linked.nbytes,
+            linkable_nbytes=linkable_nbytes(self.plans[0], self.unchanged),
             notes=tuple(self.notes),
         )
 
@@ -275,7 +276,7 @@ class SaveRun:
         needed: int,
     ) -> Linked:
         """Link what an earlier checkpoint has, and plan to write the rest; collective."""
-        if self.unchanged is Unchanged.WRITE or not has_frozen_parts(self.plans[0]):
+        if not linkable_nbytes(self.plans[0], self.unchanged):
             return Linked()
         with self.phase("link"):
             with together(self.talk, "open"), self._told(needed):

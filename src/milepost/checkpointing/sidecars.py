@@ -1,8 +1,9 @@
-"""Sidecars: files beside the weights without which these are not what was trained."""
+"""Files that a caller has written beside the weights: sidecars, which these need, and documents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -15,6 +16,9 @@ from milepost.layouts.archive_write import archive_bytes
 Sidecars: TypeAlias = Mapping[str, bytes | Mapping[str, Tensor]]
 """Content by file name: bytes as they are, or tensors by name for a `.pt` file."""
 
+_DIRECTORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_OWN_DIRECTORIES = ("training", "resume_adapter")
+
 
 def sidecar_files(sidecars: Sidecars, planned: Iterable[str]) -> list[PlannedFile]:
     """The files to write. `InvalidInputError` for a name that cannot be one, or is `planned`."""
@@ -25,6 +29,30 @@ def sidecar_files(sidecars: Sidecars, planned: Iterable[str]) -> list[PlannedFil
         data = content if isinstance(content, bytes) else archive_bytes(dict(content))
         files.append(document_file(name, data, "weights"))
     return files
+
+
+def with_documents(
+    files: Sequence[PlannedFile], documents: Mapping[str, bytes], planned: Iterable[str]
+) -> list[PlannedFile]:
+    """`files` and the documents, each in place of the one of its name, if there is one.
+
+    `InvalidInputError` for a name that cannot be one, or is that of a file of tensors, `planned`.
+    """
+    own = {file.name: file for file in files}
+    taken = {*planned, MANIFEST_NAME, *(name for name, file in own.items() if file.role != "info")}
+    for name, data in documents.items():
+        directory, _, last = name.rpartition("/")
+        is_plain = directory == "" or _DIRECTORY.fullmatch(directory)
+        if not is_plain or directory in _OWN_DIRECTORIES:
+            raise InvalidInputError(
+                f"document {name!r}: expected a file name, or a directory beside the weights and "
+                "a file name"
+            )
+        _check_name(last, set(), is_bytes=True)
+        if name in taken:
+            raise InvalidInputError(f"document {name}: the checkpoint has a file of this name")
+        own[name] = document_file(name, data, "info")
+    return list(own.values())
 
 
 def _check_name(name: str, taken: set[str], *, is_bytes: bool) -> None:

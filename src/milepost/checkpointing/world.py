@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,8 +40,26 @@ class _World:
 _current: _World | None = None
 
 
+_is_alone: ContextVar[bool] = ContextVar("_is_alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Calls of this thread inside are of one process, whatever group it is a rank of.
+
+    For a caller that saves on one rank what is whole there, while the others go on.
+    """
+    before = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(before)
+
+
 def is_distributed() -> bool:
-    """Whether this process is one of several ranks."""
+    """Whether this process is one of several ranks, as far as the calls at hand go."""
+    if _is_alone.get():
+        return False
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -65,16 +65,39 @@ class ViewRule(msgspec.Struct, frozen=True, kw_only=True):
     fixed: tuple[Natural, ...] = ()
 
 
+class AdapterEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter of a model: alone, without the weights of its base, or beside weights into which
+    it was folded (`merged_adapter`).
+
+    It lies in the directory `prefix` as `<stem>.safetensors`, with `adapter_config.json`; what is
+    trained or updated beside it as `<extra>.safetensors` where there is such. `base` says what is
+    known of the base: `name`, `checkpoint_id`, and digests of `config` and `weights`. `vocabulary`
+    is the number of rows of the live embedding, where that is not the base's. `views` are as those
+    of the model, for a merged one whose own are those of its weights.
+    """
+
+    kind: Literal["adapter", "merged_adapter"]
+    peft_type: str
+    prefix: str
+    stem: str
+    extra: str | None = None
+    base: dict[str, str] = {}
+    vocabulary: Natural | None = None
+    views: tuple[ViewRule, ...] = ()
+
+
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the checkpoint: `prefix` is its directory inside it (empty at the root), `stem`
     the stem of its parts. `tied` maps a name that has no tensor to the one it shares. `views` are
-    parameters that lie on disk under other names or in other shapes; optimizers keep theirs."""
+    parameters that lie on disk under other names or in other shapes; optimizers keep theirs.
+    `adapter` is there for a model whose adapter was saved by itself."""
 
     prefix: str
     stem: str
     huggingface: bool
     tied: dict[str, str] = {}
     views: tuple[ViewRule, ...] = ()
+    adapter: AdapterEntry | None = None
 
 
 class StateEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,10 +197,13 @@ def _check_names(manifest: Manifest, where: str) -> None:
         if entry.name in seen:
             raise FormatError(f"{where}: files: {entry.name!r} is listed twice")
         seen.add(entry.name)
-    for model in manifest.models.values():
-        if model.prefix:
-            check_file_name(model.prefix, where)
+    adapters = [model.adapter for model in manifest.models.values() if model.adapter is not None]
+    prefixes = [model.prefix for model in manifest.models.values()]
+    for prefix in (*prefixes, *(adapter.prefix for adapter in adapters)):
+        if prefix:
+            check_file_name(prefix, where)
     stems = [model.stem for model in manifest.models.values()]
+    stems += [stem for adapter in adapters for stem in (adapter.stem, adapter.extra) if stem]
     stems += [entry.stem for entry in manifest.state.values() if entry.stem is not None]
     for stem in stems:
         check_file_name(stem, where)

@@ -130,17 +130,19 @@ def plan_restore_model(
     shape: ShapePolicy = ShapePolicy.ERROR,
     device: torch.device | str | None = None,
     parts: PartDifferences | None = None,
+    leaves: Leaves | None = None,
 ) -> RestorePlan:
     """Check that `stored` fits `model`, and say what goes where; `ties` is alias to stored name.
 
     Names, shapes and dtypes are compared under the policies; each kind of difference is raised
     once, with all of its names. `parts` are differences that were found before, in tensors that
-    lie on disk in parts: `stored` has these whole. The model is not touched. Tensors on the meta
+    lie on disk in parts: `stored` has these whole. `leaves` are those of the model that count, by
+    default all. The model is not touched. Tensors on the meta
     device will get memory on `device` (see `plan_materialisation`), and are refused when nothing
     gives them values.
     """
     parts = parts or PartDifferences()
-    planner = _Planner(collect_leaves(model), stored, ties, extra or {}, parts)
+    planner = _Planner(leaves or collect_leaves(model), stored, ties, extra or {}, parts)
     planner.match_names()
     lacking, surplus = planner.missing(), planner.unexpected()
     if (lacking and missing is Missing.ERROR) or (surplus and unexpected is Unexpected.ERROR):
