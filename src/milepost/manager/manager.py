@@ -8,11 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Unpack, cast, overload
 
+from milepost.checkpointing.adapter_save import Adapters
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.events import OnEvent
 from milepost.checkpointing.in_flight import InFlight, SaveHandle
 from milepost.checkpointing.linking import Unchanged
-from milepost.checkpointing.load import RngRestore, Verify
-from milepost.checkpointing.load_request import Moments
+from milepost.checkpointing.load import Verify
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.save_async import Overlap
 from milepost.checkpointing.save_prepare import Rng
@@ -31,18 +32,10 @@ from milepost.manager.resume import Resume, ResumeFrom, as_resume
 from milepost.manager.retention import RetentionPolicy
 from milepost.manager.save_policies import EveryNSteps, SavePolicy
 from milepost.manager.saving import ManagerOptions, SaveMode, Saving
-from milepost.manager.step_save import history_entry
+from milepost.manager.step_calls import StepCalls
 from milepost.manager.steps import StepRun
 from milepost.manager.tenure import hold, take
 from milepost.plan.parts import DEFAULT_PART_NBYTES
-from milepost.state.policies import (
-    BlockPolicy,
-    ClassPolicy,
-    DtypePolicy,
-    Missing,
-    ShapePolicy,
-    Unexpected,
-)
 from milepost.storage.fileops import PathLike
 
 if TYPE_CHECKING:
@@ -58,7 +51,7 @@ GRACE_S = 30.0
 """How long schedulers wait between SIGTERM and SIGKILL, if nobody says otherwise."""
 
 
-class CheckpointManager(EpochCalls, Generic[Saved]):
+class CheckpointManager(StepCalls, EpochCalls, Generic[Saved]):
     """The checkpoints of one training, in one directory.
 
     With `Layout.DIRECTORY` a run consists of steps, `checkpoint-<step>`: `resume(state)` once,
@@ -69,16 +62,18 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
     `save` says when `maybe_save` saves; with the trio, which epochs get a number of their own
     (`EveryNSteps(2)`: each second one; all when left out). `keep` says what is kept, one policy or
     several that each may keep something; everything when left out. The newest, the best by `best`,
-    the one resumed from and pinned ones always stay. `resume` is a `Resume` or the path of a
-    checkpoint. `verify` is what a resume in the directory layout proves before it touches anything.
-    `grace_s` is how long this machine lets a job live after SIGTERM.
+    the one resumed from and pinned ones always stay. `resume` is a `Resume`, the path of a
+    checkpoint, or what configurations say: true for the newest, false to begin again. `verify` is
+    what a resume in the directory layout proves before it touches anything. `grace_s` is how long
+    this machine lets a job live after SIGTERM.
 
     With `saving=Saving.ASYNC` (directory layout) a save returns a `SaveHandle` as soon as the state
     may change, and the rest goes on behind training: the commit, and after it what counts by it
     (retention, links, lineage, mirrors). `in_flight`, `overlap` and `buffers` are those of
     `save_async`; what a signal asks for is never left out. A save that fails there is logged at
     once and raised by the next `maybe_save`, `save`, `resume` or `close`, on every rank, and the
-    next step is due. Committed checkpoints are copied to `mirrors` in the background.
+    next step is due. Committed checkpoints are copied to `mirrors` in the background. `on_event` is
+    told of every save in the directory layout, as `save` says.
 
     The manager holds the lease of the directory until `close` (or the end of its `with` block),
     which waits for what is under way: `RunInUseError` when another job has it. One thread uses it.
@@ -128,16 +123,19 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
         buffers: HostBuffers | None = None,
         mirrors: Sequence[Mirror] = (),
         options: WriteOptions | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.layout, self._options = layout, options
-        mode = SaveMode(saving, in_flight, overlap, buffers)
+        mode = SaveMode(saving, in_flight, overlap, buffers, on_event)
         mode.check(layout, mirrors)
         wanted, policies = as_resume(resume), _as_list(keep)
         self._steps: StepRun | None = None
         self._epochs: EpochRun | None = None
+        mirroring: Mirroring | None = None
         match layout:
             case Layout.DIRECTORY:
+                mirroring = Mirroring(self.directory, mirrors, options)
                 self._steps = StepRun(
                     self.directory,
                     keep=policies,
@@ -145,7 +143,7 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
                     best=best,
                     verify=verify,
                     mode=mode,
-                    mirroring=Mirroring(self.directory, mirrors, options),
+                    mirroring=mirroring,
                 )
             case Layout.TRIO:
                 self._epochs = EpochRun(
@@ -160,7 +158,7 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
                 raise InvalidInputError(
                     f"layout={layout}: a manager keeps Layout.DIRECTORY or Layout.TRIO"
                 )
-        lease, self._cadence = take(self.directory, wanted, mirrors, save, grace_s, saving)
+        lease, self._cadence = take(self.directory, wanted, mirroring, save, grace_s, saving)
         self._tenure = hold(self, lease, self._cadence)
         if self._steps is not None:
             self._steps.saver.took = self._cadence.took
@@ -245,6 +243,8 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
         on_existing: OnExisting = OnExisting.ERROR,
         max_shard_size: int | str = DEFAULT_PART_NBYTES,
         sidecars: Sidecars | None = None,
+        documents: Mapping[str, bytes] | None = None,
+        adapters: Adapters = Adapters.ALONE,
         unchanged: Unchanged = Unchanged.LINK_VERIFIED,
     ) -> Saved:
         """Write `checkpoint-<step>`, as `milepost.save` does, then remove what `keep` lets go.
@@ -271,73 +271,13 @@ class CheckpointManager(EpochCalls, Generic[Saved]):
             "on_existing": on_existing,
             "max_shard_size": max_shard_size,
             "sidecars": sidecars,
+            "documents": documents,
+            "adapters": adapters,
             "unchanged": unchanged,
             "options": self._options,
         }
         with self._saving(step) as turn:
             return cast("Saved", run.saver.save(step, state, options, turn))
-
-    def resume(
-        self,
-        state: State,
-        *,
-        missing: Missing = Missing.ERROR,
-        unexpected: Unexpected = Unexpected.ERROR,
-        dtype: DtypePolicy = DtypePolicy.ERROR,
-        shape: ShapePolicy = ShapePolicy.ERROR,
-        optimizer_class: ClassPolicy = ClassPolicy.ERROR,
-        moments: Moments = Moments.RESTORE,
-        blocks: BlockPolicy = BlockPolicy.ERROR,
-        model_config: Any = None,
-        primary: str | None = None,
-        rng: RngRestore = RngRestore.NOW,
-    ) -> LoadReport | None:
-        """Fill `state` from the checkpoint to go on from; None when the run is a fresh one.
-
-        A newer checkpoint that is proven damaged is passed over, with a warning, and named in
-        `report.passed_over`; the run goes on in a new generation, which supersedes it. What cannot
-        be read is tried again, then raised. When nothing of what is there can be used, that is an
-        error, never a fresh run. A copy in a mirror is taken where the run has nothing as new.
-
-        Random state is set at the end. When the loop makes an iterator of a data loader afterwards,
-        that draws from it: call `report.restore_rng()` once the first iterator exists.
-        """
-        report = self._step_run("resume", "load_checkpoint").load(
-            state,
-            {
-                "missing": missing,
-                "unexpected": unexpected,
-                "dtype": dtype,
-                "shape": shape,
-                "optimizer_class": optimizer_class,
-                "moments": moments,
-                "blocks": blocks,
-                "model_config": model_config,
-                "primary": primary,
-                "rng": rng,
-            },
-        )
-        if report is not None:
-            self._cadence.stands_at(report.step)
-        return report
-
-    def log(self, step: int, values: Mapping[str, Any], *, epoch: float | None = None) -> None:
-        """Add an entry to the history that later saves write into `trainer_state.json`."""
-        run = self._step_run("log", "the metrics of save_checkpoint")
-        run.saver.log(history_entry(step, epoch, values))
-
-    @property
-    def log_history(self) -> list[dict[str, Any]]:
-        """What was logged in this run, before the resume too."""
-        return [] if self._steps is None else list(self._steps.saver.log_history)
-
-    def _step_run(self, called: str, instead: str) -> StepRun:
-        if self._steps is None:
-            raise InvalidInputError(
-                f"{called}() is for layout=Layout.DIRECTORY; this manager keeps trios: use "
-                f"{instead}"
-            )
-        return self._steps
 
     # ---- both
 

@@ -11,13 +11,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from milepost.checkpointing.capture import State
+from milepost.checkpointing.events import EventKind, Events
 from milepost.checkpointing.in_flight import InFlight, SaveHandle, saves
 from milepost.checkpointing.lineage import Lineage
 from milepost.checkpointing.save import save
 from milepost.checkpointing.save_async import WAITS_FOR, Sequel, left_out, start_save
 from milepost.checkpointing.save_prepare import SaveKeywords
 from milepost.checkpointing.save_report import SaveReport
+from milepost.checkpointing.world import is_distributed
 from milepost.engine.rendezvous import Conversation, led
 from milepost.errors import CheckpointError, InvalidInputError, RankError
 from milepost.format.manifest import Manifest
@@ -26,11 +30,12 @@ from milepost.layouts.run import RunListing, list_run
 from milepost.layouts.trio_meta import plain_numbers
 from milepost.manager import links
 from milepost.manager.best import BestMetric
+from milepost.manager.best_of_run import best_entry
 from milepost.manager.cadence import SaveTurn
 from milepost.manager.decide import decide
 from milepost.manager.mirror import Mirroring
 from milepost.manager.nearest import generations_in
-from milepost.manager.prune import kept_entries, prune_run
+from milepost.manager.prune import prune_run
 from milepost.manager.resume import Resume
 from milepost.manager.retention import Kept, RetentionPolicy, finite_metric
 from milepost.manager.saving import SaveMode, Saving
@@ -88,7 +93,11 @@ class StepSaver:
         turn.is_left_out = handle is None
         if handle is None:
             target = self.directory / f"checkpoint-{step}"
-            return SaveHandle(target, step, left_out(target, step, in_flight))
+            report = left_out(target, step, in_flight)
+            rank = dist.get_rank() if is_distributed() else 0
+            events = Events(self.mode.on_event, step=step, path=target, rank=rank)
+            events.tell(EventKind.LEFT_OUT)
+            return SaveHandle(target, step, report)
         return handle
 
     def _save_waiting(self, step: int, state: State, options: dict[str, Any]) -> SaveReport:
@@ -184,6 +193,7 @@ class StepSaver:
             "lineage": Lineage(**told["lineage"]),
             "log_history": history,
             "best": self._best,
+            "on_event": self.mode.on_event,
         }
         return {**options, **own}, entry  # type: ignore[typeddict-item]
 
@@ -284,7 +294,9 @@ class StepSaver:
             logger.warning("%s", note)
         notes += self.mirroring.take_notes()
         self._saves += 1
-        return notes + (forecast(self.directory, report.nbytes) if self._saves == 1 else [])
+        if self._saves > 1:
+            return notes
+        return notes + forecast(self.directory, report.nbytes, linked=report.linkable_nbytes)
 
     def _prune(self, *protect: str) -> list[str]:
         """Remove what no policy keeps, then move the links; notes of trouble."""
@@ -303,9 +315,8 @@ class StepSaver:
     def _point(self, listing: RunListing) -> list[str]:
         targets = {links.LATEST: listing.newest.name} if listing.newest else {}
         if self.best is not None:
-            kept = self.best.as_retention().keeps(kept_entries(listing))
-            best = [entry.name for entry in listing.current if entry.step in kept]
-            targets |= {links.BEST: best[-1]} if best else {}
+            best = best_entry(listing, self.best)
+            targets |= {links.BEST: best.name} if best is not None else {}
         found = [links.point(self.directory, name, target) for name, target in targets.items()]
         return [note for note in found if note is not None]
 
