@@ -63,7 +63,8 @@ def rank_main(
     out: Path,
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))  # as torchrun does
     warnings.filterwarnings("ignore", module=r"torch\.distributed")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     torch.set_num_threads(1)

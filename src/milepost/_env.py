@@ -1,6 +1,8 @@
 """Environment variables that change how Milepost works: one table; nobody else reads `os.environ`.
 
-`MILEPOST_IO_THREADS`      threads that write or read tensor data, per process
+`MILEPOST_IO_THREADS`      threads that write or read tensor data, per process; unless said up to 4,
+                           and no more than there are cores for each rank of this host (torchrun's
+                           `LOCAL_WORLD_SIZE`)
 `MILEPOST_WRITE_MODE`      `auto`, `direct` (O_DIRECT through a bounce buffer) or `buffered`
 `MILEPOST_VERIFY_THREADS`  threads of `milepost verify`
 `MILEPOST_RANK_TIMEOUT_S`  how long a silent rank is waited for
@@ -18,8 +20,17 @@ import os
 
 from milepost.errors import InvalidInputError
 
+_MOST_IO_THREADS = 4
+
+
+def _io_threads() -> int:
+    """A rank's share of the cores, 1 to 4: ranks of one host read and write at the same time."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    cores = (os.cpu_count() or 1) // (int(ranks) if ranks.isdecimal() and int(ranks) else 1)
+    return max(1, min(_MOST_IO_THREADS, cores))
+
+
 _DEFAULTS: dict[str, int | str] = {
-    "MILEPOST_IO_THREADS": min(4, os.cpu_count() or 1),
     "MILEPOST_WRITE_MODE": "auto",
     "MILEPOST_VERIFY_THREADS": os.cpu_count() or 1,
     "MILEPOST_RANK_TIMEOUT_S": 600,
@@ -36,7 +47,7 @@ def env_int(name: str) -> int:
     """The value of a variable of the table, at least 1."""
     raw = os.environ.get(name)
     if raw is None:
-        return int(_DEFAULTS[name])
+        return _io_threads() if name == "MILEPOST_IO_THREADS" else int(_DEFAULTS[name])
     if not raw.isdecimal() or int(raw) < 1:
         raise InvalidInputError(f"environment variable {name}={raw!r}: expected a number from 1 up")
     return int(raw)

@@ -72,8 +72,8 @@ class WriteOptions:
 
     With several ranks the values of rank 0 count for the last three. Tensors whose pieces have
     fewer bytes than `aggregate_below` are joined by one writer for each 16 MiB of a file; by
-    default 16 KiB on one host, where small writes cost little, and 1 MiB on several. No page of
-    `stripe_nbytes`, a power of two up to 1 MiB, is written by two hosts.
+    default none on one host, where small writes cost less than messages, and 1 MiB on several.
+    No page of `stripe_nbytes`, a power of two up to 1 MiB, is written by two hosts.
     """
 
     durability: Durability = Durability.DURABLE
