@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 
 from milepost_trainer.config import ConfigError
 from milepost_trainer.samples import Samples
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+"""Rows of samples: `input_ids`, `labels`, and what else a task's samples have."""
 
 
 class GlobalBatches:
@@ -35,11 +39,22 @@ class GlobalBatches:
         """How often the data was seen."""
         return self.consumed / len(self.samples)
 
-    def next(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of the next global batch: `input_ids` and `labels`, (rows, length)."""
-        rows = torch.tensor([self._row(self.consumed + place) for place in self._slice])
+    def next(self) -> Batch:
+        """This rank's rows of the next global batch."""
+        rows = [self._row(self.consumed + place) for place in self._slice]
         self.consumed += self.batch_size
-        return {"input_ids": self.samples.input_ids[rows], "labels": self.samples.labels[rows]}
+        return self._taken(rows)
+
+    def in_order(self) -> Iterator[tuple[Batch, int]]:
+        """This rank's rows of each global batch of one pass in order, and how many samples that
+        batch has: the last one is filled up with the last sample."""
+        last = len(self.samples) - 1
+        for begin in range(0, last + 1, self.batch_size):
+            rows = [min(begin + place, last) for place in self._slice]
+            yield self._taken(rows), min(self.batch_size, last + 1 - begin)
+
+    def _taken(self, rows: list[int]) -> Batch:
+        return {name: tensor[rows] for name, tensor in self.samples.columns().items()}
 
     def _row(self, number: int) -> int:
         epoch, place = divmod(number, len(self.samples))

@@ -11,6 +11,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from milepost_trainer.lora_settings import LoraSettings
+
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
@@ -18,6 +20,19 @@ Rate = Annotated[float, Meta(gt=0)]
 MESH_KEYS = (
     *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"),
     *("ep_size", "expert_tp_size", "pipeline_parallel_size"),
+)
+_KEYS_OF_TASKS = {
+    "packing": ("sft",),
+    "beta": ("dpo", "kto", "sdpg"),
+    "label_smoothing": ("dpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "similarity_scale": ("embedding",),
+    "precompute_reference_logps": ("dpo", "kto", "sdpg"),
+}
+_WITHOUT_PIPELINE = (
+    "its loss is over whole samples, of several rows each, and a pipeline hands the last stage one "
+    "microbatch of single rows after the other"
 )
 
 
@@ -35,12 +50,23 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     use_grouped_gemm: bool | None = None
 
     # on what
-    task: Literal["pretrain", "sft"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "kto", "sdpg", "reward", "embedding"] = "pretrain"
     train_files: Annotated[list[str], Meta(min_length=1)]
+    eval_files: Annotated[list[str], Meta(min_length=1)] | None = None
+    eval_steps: Positive | None = None
     max_seq_length: Annotated[int, Meta(ge=2)] = 128
+    packing: bool = False
     global_batch_size: Positive = 8
     microbatches: Positive | None = None
     seed: Natural = 0
+
+    # the loss of some tasks
+    beta: Annotated[float, Meta(gt=0)] | None = None
+    label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
+    desirable_weight: Annotated[float, Meta(gt=0)] = 1.0
+    undesirable_weight: Annotated[float, Meta(gt=0)] = 1.0
+    similarity_scale: Annotated[float, Meta(gt=0)] = 20.0
+    precompute_reference_logps: bool = False
 
     # how
     max_steps: Positive
@@ -53,6 +79,11 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_grad_norm: Annotated[float, Meta(gt=0)] | None = 1.0
     moe_balancing: Literal["none", "bias_update", "bias_update_transient"] = "none"
     moe_bias_update_rate: Rate = 1e-3
+
+    # what of it
+    lora: LoraSettings | None = None
+    sinks: Literal["live", "trainable", "neutralized"] | None = None
+    reset_sinks: bool = False
 
     # on how many processes
     dp_replicate_size: Positive = 1
@@ -70,10 +101,14 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_total_limit: Positive | None = None
     save_max_shard_size: str | Positive = "5GB"
     save_only_model: bool = False
+    merge_expert_lora_on_save: bool = False
     resume_from_checkpoint: bool | str = False
     allow_optimizer_warm_restart: bool = False
     overwrite_output_dir: bool = False
     logging_steps: Positive = 10
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    load_best_model_at_end: bool = False
 
     def __post_init__(self) -> None:
         given = [self.model_name_or_path is not None, self.model_config is not None]
@@ -86,6 +121,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.microbatches is not None and self.pipeline_parallel_size == 1:
             raise ValueError("microbatches is about pipelines; set pipeline_parallel_size too")
         self._check_batch()
+        self._check_task()
+        self._check_evaluation()
+        self._check_adapters()
         if self.use_grouped_gemm is False and self.ep_size * self.expert_tp_size > 1:
             raise ValueError(
                 "use_grouped_gemm: false computes one expert after the other, which ep_size and "
@@ -110,6 +148,89 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"{width} data-parallel ranks) cannot be cut into {self.microbatches_per_step} "
                 "microbatches; change microbatches (two for each pipeline rank when left out)"
             )
+
+    def _check_task(self) -> None:
+        for field in msgspec.structs.fields(TrainerConfig):
+            tasks = _KEYS_OF_TASKS.get(field.name)
+            is_given = getattr(self, field.name) != field.default
+            if tasks is not None and is_given and self.task not in tasks:
+                raise ValueError(
+                    f"{field.name} is about task {' and '.join(tasks)}; leave it out of task "
+                    f"{self.task}"
+                )
+        if self.pipeline_parallel_size > 1 and self.task not in ("pretrain", "sft"):
+            raise ValueError(
+                f"task {self.task} cannot run with pipeline_parallel_size: {_WITHOUT_PIPELINE}; "
+                "use dp_shard_size, tp_size, cp_size or ep_size"
+            )
+        if self.packing and self.cp_size * self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "packing needs attention that stops where a text ends, which cp_size and "
+                "pipeline_parallel_size do not have; use dp_shard_size, tp_size or ep_size"
+            )
+        if self.global_batch_size == 1 and self.task == "embedding":
+            raise ValueError(
+                "task embedding tells the positive of an anchor from those of the other rows; set "
+                "global_batch_size to more than 1"
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.eval_files is None and self.eval_steps is not None:
+            raise ValueError("eval_steps is about eval_files; set these too")
+        if self.greater_is_better is not None and self.metric_for_best_model is None:
+            raise ValueError("greater_is_better is about metric_for_best_model; set that too")
+        if not self.best_metric.startswith("eval_"):
+            return
+        if self.eval_files is None:
+            raise ValueError(
+                f"metric_for_best_model: {self.best_metric} is measured on eval_files; set these"
+            )
+        every = self.eval_every
+        if self.save_steps is not None and every is not None and self.save_steps % every:
+            raise ValueError(
+                f"save_steps {self.save_steps} is no multiple of eval_steps {every}, so that some "
+                f"checkpoints would have no {self.best_metric}; change one of them"
+            )
+
+    def _check_adapters(self) -> None:
+        if self.merge_expert_lora_on_save and self.lora is None:
+            raise ValueError("merge_expert_lora_on_save is about adapters; set lora too")
+        if self.reset_sinks and self.sinks not in (None, "neutralized"):
+            raise ValueError(f"reset_sinks puts the sinks out, and sinks: {self.sinks} does not")
+        if self.lora is None:
+            return
+        if self.lora.expert_projections and self.use_grouped_gemm is False:
+            raise ValueError("lora.expert_projections are computed in groups: no use_grouped_gemm")
+        if self.lora.quantized and self.model_config is not None:
+            raise ValueError("load_in_4bit and load_in_8bit are about a model_name_or_path")
+        if self.lora.quantized and self.merge_expert_lora_on_save:
+            raise ValueError(
+                "merge_expert_lora_on_save: a base in 4 or 8 bit has no weights to merge into; "
+                "merge the adapter into the base of full precision after training"
+            )
+
+    @property
+    def beta_or_default(self) -> float:
+        """How strongly a policy is held to its reference."""
+        return 0.1 if self.beta is None else self.beta
+
+    @property
+    def eval_every(self) -> int | None:
+        """Steps from one evaluation to the next, as often as saves unless said otherwise; None: at
+        the end only."""
+        return self.eval_steps or self.save_steps
+
+    @property
+    def best_metric(self) -> str:
+        """By which number a checkpoint is the best: the loss, on `eval_files` if there are any."""
+        return self.metric_for_best_model or ("loss" if self.eval_files is None else "eval_loss")
+
+    @property
+    def more_is_better(self) -> bool:
+        """Of `best_metric`: less of a loss, more of anything else, unless the YAML says so."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not self.best_metric.endswith("loss")
 
     @property
     def microbatches_per_step(self) -> int:
@@ -137,7 +258,9 @@ def parse_config(text: str, where: str) -> TrainerConfig:
         raise ConfigError(f"{where}: not YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: expected keys and values, found {type(document).__name__}")
-    _refuse_unknown(document, where)
+    _refuse_unknown(document, TrainerConfig, where)
+    if isinstance(document.get("lora"), dict):
+        _refuse_unknown(document["lora"], LoraSettings, f"{where}: lora")
     try:
         return msgspec.convert(document, TrainerConfig)
     except msgspec.ValidationError as error:
@@ -175,8 +298,10 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _refuse_unknown(document: dict[Any, Any], where: str) -> None:
-    known = [field.name for field in msgspec.structs.fields(TrainerConfig)]
+def _refuse_unknown(
+    document: dict[Any, Any], kind: type[TrainerConfig | LoraSettings], where: str
+) -> None:
+    known = [field.name for field in msgspec.structs.fields(kind)]
     for key in document:
         if key in known:
             continue

@@ -15,11 +15,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer_for(base: Path | dict[str, Any]) -> Any:
-    """That of the directory `base`; for random weights, one token a byte."""
-    if isinstance(base, Path):
-        return AutoTokenizer.from_pretrained(base)
-    return byte_level_tokenizer()
+def tokenizer_for(base: Path | dict[str, Any], *, needs_pad: bool = False) -> Any:
+    """That of the directory `base`; for random weights, one token a byte.
+
+    `needs_pad` is for models that people call with padded rows: where there is no token for
+    padding, it is the end token.
+    """
+    if not isinstance(base, Path):
+        return byte_level_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if needs_pad and tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def byte_level_tokenizer() -> Any:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
-
 import milepost as mp
 from milepost_trainer.balancing import SIDECAR, RouterBalancing
 from milepost_trainer.batches import GlobalBatches
 from milepost_trainer.config import ConfigError, TrainerConfig
+from milepost_trainer.models import build_model
 from milepost_trainer.optimizers import build_optimizers, build_schedulers
-from milepost_trainer.parallel import MeshSizes, ParallelModel, PipelineSchedule, build
-from milepost_trainer.samples import read_samples
+from milepost_trainer.samples import Samples
+from milepost_trainer.sinks import SIDECAR as PROVENANCE
+from milepost_trainer.sinks import Sinks
+from milepost_trainer.tasks import TASKS, Task
 from milepost_trainer.tokens import tokenizer_for
+
+BEST = "best-model"
+"""Where `load_best_model_at_end` leaves the weights of the best checkpoint."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,18 @@ def train(config: TrainerConfig) -> None:
     run = Run(config)
     save = _save_policy(config)
     keep = None if config.save_total_limit is None else mp.KeepLast(config.save_total_limit)
-    with mp.CheckpointManager(config.output_dir, save=save, keep=keep, resume=resume) as manager:
+    best = mp.BestMetric(config.best_metric, _best_mode(config))
+    with mp.CheckpointManager(
+        config.output_dir, save=save, keep=keep, resume=resume, best=best
+    ) as manager:
         step = run.resume(manager)
         while step < config.max_steps and not manager.stop_requested:
             step += 1
-            loss = run.step(step, manager)
+            metrics = run.step(step, manager)
             if manager.should_save(step) or step == config.max_steps:
-                run.save(step, manager, loss)
+                run.save(step, manager, metrics)
+        if config.load_best_model_at_end and step == config.max_steps:
+            run.finish(manager)
 
 
 class Run:
@@ -48,18 +54,23 @@ class Run:
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
-        self.tokenizer = tokenizer_for(config.base)
-        samples = read_samples(
-            config.task, config.train_files, self.tokenizer, config.max_seq_length
-        )
-        self.model = build_model(config, len(self.tokenizer))
-        self.batches = GlobalBatches(
-            samples,
-            batch_size=config.global_batch_size,
-            seed=config.seed,
-            data_rank=self.model.data_rank,
-            data_world=self.model.data_world,
-        )
+        kind = TASKS[config.task]
+        self.tokenizer = tokenizer_for(config.base, needs_pad=kind.needs_pad)
+        samples = _read_splits(config, kind, self.tokenizer)
+        self.model = build_model(config, len(self.tokenizer), head=kind.head)
+        self.sinks = Sinks(config, self.model)
+        self.task = kind(config, self.model, self.tokenizer)
+        self.splits = {
+            name: GlobalBatches(
+                split,
+                batch_size=config.global_batch_size,
+                seed=config.seed,
+                data_rank=self.model.data_rank,
+                data_world=self.model.data_world,
+            )
+            for name, split in samples.items()
+        }
+        self.batches = self.splits["train"]
         self.optimizers = build_optimizers(config, list(self.model.named_parameters()))
         self.schedulers = build_schedulers(config, self.optimizers)
         self.balancing: RouterBalancing | None = None
@@ -68,15 +79,20 @@ class Run:
                 config.moe_balancing, config.moe_bias_update_rate, self.model.modules
             )
         self._since = time.monotonic()
-        for note in samples.notes:
-            logger.info("%s", note)
-        logger.info("%d samples, mesh: %s", len(samples), self.model.sizes)
+        for name, split in samples.items():
+            for note in split.notes:
+                logger.info("%s", note if name == "train" else f"{name}: {note}")
+        logger.info("%d samples, mesh: %s", len(samples["train"]), self.model.sizes)
 
     # ---- a step
 
-    def step(self, step: int, manager: mp.CheckpointManager) -> float:
-        """Forward, backward, update; the mean loss over the global batch."""
-        loss = self.model.train_step(self.batches.next())
+    def step(self, step: int, manager: mp.CheckpointManager) -> dict[str, float]:
+        """Forward, backward, update, and the evaluation where one is due.
+
+        Returns what was measured: `loss`, the mean over the global batch, more of some tasks, and
+        the same of `eval_files` under names that begin with `eval_`.
+        """
+        metrics = self.task.train_step(self.batches.next())
         norm = None
         if self.config.max_grad_norm is not None:
             norm = self.model.clip_grad_norm_(self.config.max_grad_norm)
@@ -89,18 +105,47 @@ class Run:
         if self.balancing is not None:
             self.balancing.update()
         if step % self.config.logging_steps == 0:
-            self._log(step, manager, loss, rate, norm)
-        return loss
+            self._log(step, manager, metrics, rate, norm)
+        if "eval" in self.splits and self._is_evaluated(step):
+            evaluated = self.evaluate()
+            manager.log(step, evaluated, epoch=self.batches.epoch)
+            logger.info("step %d  %s", step, _as_text(evaluated))
+            metrics = {**metrics, **evaluated}
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean of each number of the task over the whole global batches of `eval_files`."""
+        seen = [
+            self.task.evaluate(batch)
+            for batch, count in self.splits["eval"].in_order()
+            if count == self.config.global_batch_size
+        ]
+        return {
+            f"eval_{name}": sum(each[name] for each in seen if name in each)
+            / sum(name in each for each in seen)
+            for name in dict.fromkeys(name for each in seen for name in each)
+        }
+
+    def _is_evaluated(self, step: int) -> bool:
+        every = self.config.eval_every
+        return step == self.config.max_steps or (every is not None and step % every == 0)
 
     def _log(
-        self, step: int, manager: mp.CheckpointManager, loss: float, rate: float, norm: float | None
+        self,
+        step: int,
+        manager: mp.CheckpointManager,
+        metrics: dict[str, float],
+        rate: float,
+        norm: float | None,
     ) -> None:
         seconds, self._since = time.monotonic() - self._since, time.monotonic()
-        manager.log(step, {"loss": loss, "learning_rate": rate}, epoch=self.batches.epoch)
+        manager.log(step, {**metrics, "learning_rate": rate}, epoch=self.batches.epoch)
+        more = {name: value for name, value in metrics.items() if name != "loss"}
         logger.info(
-            "step %d/%d  loss %.4f  lr %.2e%s  epoch %.2f  %.2f s",
-            *(step, self.config.max_steps, loss, rate),
+            "step %d/%d  loss %.4f  lr %.2e%s%s  epoch %.2f  %.2f s",
+            *(step, self.config.max_steps, metrics["loss"], rate),
             "" if norm is None else f"  norm {norm:.3f}",
+            f"  {_as_text(more)}" if more else "",
             *(self.batches.epoch, seconds),
         )
 
@@ -116,23 +161,42 @@ class Run:
             **self.optimizers,
             **self.schedulers,
             "data": self.batches,
+            **self.task.state(),
         }
 
     def state_without_optimizers(self) -> dict[str, Any]:
         return {key: value for key, value in self.state().items() if key not in self.optimizers}
 
-    def save(self, step: int, manager: mp.CheckpointManager, loss: float) -> None:
+    @property
+    def _adapters(self) -> mp.Adapters:
+        """Alone, unless the run asks for them folded in, or the task's model is loaded whole."""
+        folded = self.config.merge_expert_lora_on_save or self.config.task == "embedding"
+        return mp.Adapters.MERGED if folded else mp.Adapters.ALONE
+
+    def _sidecars(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        provenance = self.sinks.record()
+        if self.balancing is not None:
+            found[SIDECAR] = self.balancing.sidecar()
+            provenance["router_balancing"] = self.config.moe_balancing
+        if provenance:
+            found[PROVENANCE] = json.dumps(provenance, indent=2).encode() + b"\n"
+        return found
+
+    def save(self, step: int, manager: mp.CheckpointManager, metrics: dict[str, float]) -> None:
         """A checkpoint of this step, complete for `from_pretrained`."""
         only_model = self.config.save_only_model
         report = manager.save(
             step,
             self.state_without_optimizers() if only_model else self.state(),
-            metrics={"loss": loss},
+            metrics=metrics,
             epoch=self.batches.epoch,
-            processing_class=self.tokenizer,
+            processing_class=self.task.processing_class,
             rng=mp.Rng.LEAVE_OUT if only_model else mp.Rng.INCLUDE,
             max_shard_size=self.config.save_max_shard_size,
-            sidecars={} if self.balancing is None else {SIDECAR: self.balancing.sidecar()},
+            sidecars=self._sidecars(),
+            adapters=self._adapters,
+            documents=self.task.documents(),
         )
         for note in report.notes:
             logger.info("%s", note)
@@ -141,32 +205,46 @@ class Run:
 
     def resume(self, manager: mp.CheckpointManager) -> int:
         """Go on from what the manager finds; the step that is done, 0 for a fresh run."""
-        report = self._load(manager)
+        allowed = self.config.allow_optimizer_warm_restart
+        report = manager.resume(
+            self.state(),
+            rng=mp.RngRestore.LATER,
+            moments=mp.Moments.FRESH_IF_UNUSABLE if allowed else mp.Moments.RESTORE,
+        )
         if report is None:
             logger.info("a fresh run in %s", manager.directory)
-            return 0
-        for line in report.lines():
+        else:
+            for line in report.lines():
+                logger.info("%s", line)
+            self.batches.check()
+            self.sinks.check(report.path)
+        for line in self.task.prepare(self.splits, None if report is None else report.path):
             logger.info("%s", line)
-        self.batches.check()
-        for key, optimizer in self.optimizers.items():
-            rates = self.schedulers[key.replace("optimizer", "scheduler")].get_last_lr()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate  # with fresh moments, the schedule alone knows it
+        if report is None:
+            self.model.seed_random(self.config.seed)
+            return 0
         if self.balancing is not None:
             self.balancing.restore(report.path)
         step = report.step or 0
         self._restore_random(report, step)
         return step
 
-    def _load(self, manager: mp.CheckpointManager) -> mp.LoadReport | None:
-        try:
-            return manager.resume(self.state(), rng=mp.RngRestore.LATER)
-        except (mp.errors.MismatchError, mp.errors.RankError) as error:  # the latter: of another
-            if not self.config.allow_optimizer_warm_restart:
-                raise
-            logger.warning("%s", error)
-            logger.warning("warm restart, as allowed: fresh optimizer state")
-            return manager.resume(self.state_without_optimizers(), rng=mp.RngRestore.LATER)
+    def finish(self, manager: mp.CheckpointManager) -> None:
+        """Take the weights of the best checkpoint, and leave them as a model of its own."""
+        report = manager.load_best({"model": self.model.model})
+        logger.info("the best model by %s is that of %s", self.config.best_metric, report.path)
+        if self.balancing is not None:
+            self.balancing.restore(report.path)
+        mp.save(
+            manager.directory / BEST,
+            {"model": self.model.model},
+            step=report.step or 0,
+            processing_class=self.task.processing_class,
+            rng=mp.Rng.LEAVE_OUT,
+            max_shard_size=self.config.save_max_shard_size,
+            sidecars=self._sidecars(),
+            adapters=self._adapters,
+        )
 
     def _restore_random(self, report: mp.LoadReport, step: int) -> None:
         """The saved random state where each rank holds what it held; else seeds made of the step.
@@ -180,74 +258,22 @@ class Run:
             self.model.seed_random(self.config.seed + 7919 * (step + 1))
 
 
-def build_model(config: TrainerConfig, vocabulary: int) -> ParallelModel:
-    """The model on its mesh, from a directory or with random weights."""
-    source: Any = config.base
-    if isinstance(source, Path):
-        if not (source / "config.json").is_file():
-            raise ConfigError(f"model_name_or_path: {source} is no directory with a config.json")
-    else:
-        source = _random_config(source, vocabulary)
-    try:
-        sizes = MeshSizes(
-            dp_replicate=config.dp_replicate_size,
-            dp_shard=config.dp_shard_size,
-            cp=config.cp_size,
-            tp=config.tp_size,
-            ep=config.ep_size,
-            etp=config.expert_tp_size,
-            pp=config.pipeline_parallel_size,
-        )
-        sizes.check_world(dist.get_world_size() if dist.is_initialized() else 1)
-        model = build(
-            source,
-            sizes,
-            seed=config.seed,
-            schedule=PipelineSchedule(config.pipeline_schedule),
-            microbatches=config.microbatches_per_step,
-            dtype=getattr(torch, config.dtype),
-            device=_device(),
-        )
-        if config.use_grouped_gemm is not None and config.ep_size * config.expert_tp_size == 1:
-            kernel = "grouped_mm" if config.use_grouped_gemm else "eager"
-            for module in model.modules:
-                inner: Any = getattr(module, "module", module)  # of DDP
-                inner.set_experts_implementation(kernel)
-        return model
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _device() -> torch.device:
-    """A GPU of this machine for each of its ranks, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _random_config(fields: dict[str, Any], vocabulary: int) -> Any:
-    fields = {"vocab_size": vocabulary, **fields}
-    if fields["vocab_size"] < vocabulary:
+def _read_splits(config: TrainerConfig, kind: type[Task], tokenizer: Any) -> dict[str, Samples]:
+    """The samples to train on and, if there are any, to measure on."""
+    files = {"train": config.train_files, "eval": config.eval_files or []}
+    samples = {}
+    for name, paths in files.items():
+        try:
+            if paths:
+                samples[name] = kind.read(config, paths, tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"{name}_files: {error}") from error
+    if "eval" in samples and len(samples["eval"]) < config.global_batch_size:
         raise ConfigError(
-            f"model_config.vocab_size: {fields['vocab_size']} is less than the {vocabulary} tokens "
-            "of the byte-level tokenizer; leave it out, or make it larger"
+            f"eval_files: {len(samples['eval'])} samples are less than one batch of "
+            f"global_batch_size {config.global_batch_size}"
         )
-    model_type = fields.pop("model_type")
-    try:
-        default = AutoConfig.for_model(model_type)
-        known = {*default.to_dict(), *default.attribute_map, "attn_implementation"}
-        for name in fields.keys() - known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if near:  # others may be known to the model alone, such as head_dim of qwen3_moe
-                raise ConfigError(
-                    f"model_config: {model_type} has no field {name!r}; did you mean {near[0]}?"
-                )
-        return AutoConfig.for_model(model_type, **fields)
-    except (ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"model_config: {error}") from error
+    return samples
 
 
 def _save_policy(config: TrainerConfig) -> mp.SavePolicy:
@@ -277,3 +303,11 @@ def _refuse_a_used_directory(config: TrainerConfig) -> None:
             f"output_dir: {output} holds {newest.path.name}; set resume_from_checkpoint: true to "
             "go on, or overwrite_output_dir: true to begin again beside it"
         )
+
+
+def _best_mode(config: TrainerConfig) -> mp.BestMode:
+    return mp.BestMode.MAX if config.more_is_better else mp.BestMode.MIN
+
+
+def _as_text(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

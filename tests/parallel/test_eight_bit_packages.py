@@ -242,3 +242,41 @@ def bitsandbytes_on_replicas(rank: int, size: int, run: Path) -> list[str]:
 @pytest.mark.case("V37")
 def test_bitsandbytes_goes_on_bit_for_bit_on_replicas(tmp_path: Path) -> None:
     assert run_world(2, bitsandbytes_on_replicas, tmp_path) == [[], []]
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_adapters_on_a_base_in_few_bits_resume_and_load_in_stock_peft(
+    key: str, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from milepost_trainer.lora import quantization
+    from milepost_trainer.training import train as train_run
+    from tests.states import same
+    from tests.trainer import lora_runs, yaml_runs
+
+    base = lora_runs.write_base(tmp_path / "base", "llama-wide")
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], key: True}
+    changes = lora_runs.on_base(base, lora=lora)
+    text = yaml_runs.write_text(tmp_path)
+    config = yaml_runs.config_of(tmp_path / "whole", text, **changes)
+    train_run(config)
+    end = f"checkpoint-{yaml_runs.END}"
+    whole_run = yaml_runs.contents(tmp_path / "whole" / end)
+    (tmp_path / "whole" / end).rename(tmp_path / "away")
+    (tmp_path / "whole" / "latest").unlink()
+    train_run(config)
+    checkpoint = tmp_path / "whole" / end
+    assert same(yaml_runs.contents(checkpoint), whole_run)
+    assert not list(checkpoint.glob("model*.safetensors"))
+
+    assert config.lora is not None
+    options: Any = quantization(config.lora, torch.float32, torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(base, **options)
+    before = lora_runs.logits_of(plain)
+    logits = lora_runs.logits_of(PeftModel.from_pretrained(plain, checkpoint))
+    live = lora_runs.live_logits(tmp_path / "whole", text, **changes)
+    assert torch.allclose(logits, live, atol=1e-5)
+    assert not torch.allclose(logits, before, atol=1e-3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from milepost_trainer.config import ConfigError, TrainerConfig, parse_config, read_config
-from milepost_trainer.training import build_model
+from milepost_trainer.models import build_model
 
 LEAST = """
 model_config: {model_type: llama, hidden_size: 16, num_attention_heads: 2, num_hidden_layers: 1}

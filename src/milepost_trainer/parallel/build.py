@@ -3,7 +3,7 @@ from torch's and our own pieces where it does not."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from milepost_trainer.parallel import ulysses
 from milepost_trainer.parallel.experts import apply_expert_parallel, expert_modules
+from milepost_trainer.parallel.heads import Head, Role, layers_of, whole_model
 from milepost_trainer.parallel.meshes import Meshes, make_meshes
 from milepost_trainer.parallel.model import ParallelModel
 from milepost_trainer.parallel.pipeline import Pipeline, stages_of_rank
@@ -37,45 +38,50 @@ def build(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     attention: str | None = None,
+    head: Head = Head.LANGUAGE_MODEL,
+    role: Role = Role.TRAINED,
+    adapt: Callable[[nn.Module], None] | None = None,
+    quantization: dict[str, Any] | None = None,
 ) -> ParallelModel:
-    """A causal language model on the mesh `sizes`; every rank calls it with the same arguments.
+    """A model on the mesh `sizes`; every rank calls it with the same arguments.
 
     `source` is a transformers configuration (values drawn from `seed`, the same on any mesh) or the
     path of a Hugging Face directory. `microbatches` (only with pp > 1) must divide the rows of a
     rank's batch; the default is two for each pipeline rank. `attention` is transformers'
-    `attn_implementation`. Needs the default process group unless `sizes` is one process. Raises
-    `ValueError` when model and mesh do not fit.
+    `attn_implementation`. A `FROZEN` model has no gradients and no dropout. `adapt` is called with
+    the whole model before it is cut, to put adapters on it. `quantization` has the keywords of
+    `from_pretrained` for weights kept in a few bits. Needs the default process group unless `sizes`
+    is one process. Raises `ValueError` when model and mesh do not fit.
     """
     sizes.check_world(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or torch.device("cpu")
     if sizes.cp > 1:
         attention = ulysses.NAME
+    native = head is Head.LANGUAGE_MODEL and adapt is None and _native(source, sizes)
     model: Any
-    if _native(source, sizes):
+    if native:
         model = _distributed(source, sizes, seed, dtype, device, attention)
-        built = ParallelModel([model.train()], sizes)
     else:
-        model = _whole(source, seed, dtype, attention).to(device).train()
-        if sizes.ep * sizes.etp > 1 and not any(True for _ in expert_modules(model)):
-            raise ValueError(f"{type(model).__name__} has no fused experts: use ep=1 and etp=1")
-        if sizes.world_size == 1:
-            built = ParallelModel([model], sizes)
-        elif sizes.world_size == sizes.dp_replicate:
-            built = ParallelModel([DistributedDataParallel(model)], sizes)
-        else:
-            count = microbatches or 2 * sizes.pp
-            built = _from_pieces(model, sizes, make_meshes(sizes, device.type), schedule, count)
+        model = whole_model(source, head, seed, dtype, attention, quantization)
+        if quantization is None:  # else it lies where its keywords say
+            model.to(device)
+    if adapt is not None:
+        adapt(model)
+    model.train(role is Role.TRAINED)
+    if role is Role.FROZEN:
+        model.requires_grad_(False)
+    if not native and sizes.ep * sizes.etp > 1 and not any(True for _ in expert_modules(model)):
+        raise ValueError(f"{type(model).__name__} has no fused experts: use ep=1 and etp=1")
+    if native or sizes.world_size == 1:
+        built = ParallelModel([model], sizes)
+    elif sizes.world_size == sizes.dp_replicate:
+        alone = model if role is Role.FROZEN else DistributedDataParallel(model)
+        built = ParallelModel([alone], sizes)
+    else:
+        count = microbatches or 2 * sizes.pp
+        built = _from_pieces(model, sizes, make_meshes(sizes, device.type), schedule, count)
     built.seed_random(seed)
     return built
-
-
-def _whole(source: Source, seed: int, dtype: torch.dtype, attention: str | None) -> Any:
-    options = {"dtype": dtype, "attn_implementation": attention}
-    if not isinstance(source, PreTrainedConfig):
-        return AutoModelForCausalLM.from_pretrained(source, **options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(copy.deepcopy(source), **options)
 
 
 def _native(source: Source, sizes: MeshSizes) -> bool:
@@ -110,7 +116,7 @@ def _distributed(
         return AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, attn_implementation=attention, distributed_config=settings
         )
-    model = _whole(source, seed, dtype, attention).to(device)
+    model = whole_model(source, Head.LANGUAGE_MODEL, seed, dtype, attention).to(device)
     settings, _, meshes = type(model).prepare_distribute_model(settings)
     return type(model).maybe_distribute_model(model, settings, meshes)
 
@@ -134,9 +140,10 @@ def _parallelize(model: Any, sizes: MeshSizes, meshes: Meshes) -> nn.Module:
     """Cuts a model or a stage over every axis but the pipeline's; experts first, then the rest."""
     if sizes.cp > 1:
         ulysses.use_ulysses(model, meshes.dense["cp"].get_group(), tp=sizes.tp)
-        model.position_offset = 0
     if sizes.tp > 1:
-        plan = dict(model.tp_plan)
+        plan = dict(model.tp_plan or {})
+        if not plan:
+            raise ValueError(f"{type(model).__name__} has no tensor-parallel plan: use tp=1")
         if meshes.expert is not None:  # expert parallelism has the experts
             plan = {name: style for name, style in plan.items() if ".experts" not in name}
         apply_tensor_parallel(model, meshes.dense["tp"], plan)
@@ -147,7 +154,7 @@ def _parallelize(model: Any, sizes: MeshSizes, meshes: Meshes) -> nn.Module:
             for _, experts in expert_modules(model):
                 _shard_experts(experts, sizes, meshes)
     if sharded:
-        for layer in model.model.layers:
+        for layer in layers_of(model):
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=meshes.fully_shard)
         fully_shard(model, mesh=meshes.fully_shard)

@@ -50,12 +50,13 @@ def _cut(name: str, module: Any, mesh: DeviceMesh) -> None:
     ep, etp = mesh["ep"].size(), mesh["etp"].size()
     if module.num_experts % ep:
         raise ValueError(f"ep={ep} must divide the {module.num_experts} experts of {name}")
-    for param_name, param in list(module.named_parameters(recurse=False)):
-        dim = _inner_dim(name, param_name, param, etp) if etp > 1 else None
-        placements = [Shard(0), *([dim] if dim is not None else [])]
-        view = mesh if etp > 1 else mesh["ep"]
-        sharded = distribute_tensor(param.detach(), view, placements, src_data_rank=None)
-        module.register_parameter(param_name, nn.Parameter(sharded, param.requires_grad))
+    for owner in module.modules():  # itself, and adapters of its experts
+        for param_name, param in list(owner.named_parameters(recurse=False)):
+            dim = _inner_dim(name, param_name, param, etp) if etp > 1 else None
+            placements = [Shard(0), *([dim] if dim is not None else [])]
+            view = mesh if etp > 1 else mesh["ep"]
+            sharded = distribute_tensor(param.detach(), view, placements, src_data_rank=None)
+            owner.register_parameter(param_name, nn.Parameter(sharded, param.requires_grad))
     module.num_experts //= ep
 
 
@@ -185,10 +186,12 @@ class _Dispatch:
 
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    held: dict[str, Any] = module._parameters
-    originals = dict(held)
-    held.update({n: p.to_local() for n, p in originals.items() if isinstance(p, DTensor)})
+    owners: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+    originals = [dict(held) for held in owners]
+    for held in owners:
+        held.update({n: p.to_local() for n, p in held.items() if isinstance(p, DTensor)})
     try:
         yield
     finally:
-        held.update(originals)
+        for held, original in zip(owners, originals, strict=True):
+            held.update(original)

@@ -49,6 +49,8 @@ def cut_stage(whole: Any, stage: int, stages: int) -> nn.Module:
         model.all_tied_weights_keys = {}
     model.forward = _StageForward(model, first=first, last=last)
     model.position_offset = 0
+    if hasattr(whole, "peft_config"):
+        model.peft_config = whole.peft_config
     return model  # type: ignore[no-any-return]
 
 

@@ -15,19 +15,26 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from milepost_trainer.parallel.stages import PassThrough
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+_ADAPTED = ("base_layer", "original_module")  # what adapters of peft are around
+_IN_ADAPTER = re.compile(
+    r"(?P<around>.+)\.(?P<part>base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)"
+)
+_WHOLE_OUTPUT = ("mla_kv_a_proj",)  # acts on what comes out, and cuts nothing
 
 
 def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """Names that `model` has, parameters before their module, with the style of `plan`.
 
     A rule names a module or a parameter, with `*` for numbers; the rule of a module is also that
-    of its own parameters.
+    of its own parameters. Where an adapter is around a module, the rule is that of the module in it
+    and of the factor on its cut side.
     """
     expanded = {}
-    for module_name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for module_name, module in modules.items():
         if isinstance(module, PassThrough):
             continue
-        rule = plan.get(_wildcard(module_name))
+        rule = _rule_of(module_name, modules, plan)
         for param_name, _ in module.named_parameters(recurse=False):
             name = f"{module_name}.{param_name}"
             style = plan.get(_wildcard(name), rule)
@@ -36,6 +43,30 @@ def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         if rule is not None:
             expanded[module_name] = rule
     return expanded
+
+
+def _rule_of(name: str, modules: dict[str, nn.Module], plan: dict[str, str]) -> str | None:
+    """The style of a module, which may be part of an adapter, or have one around it.
+
+    Of a column-wise weight the outer factor is cut as the weight is, and the inner one is whole; of
+    a row-wise weight it is the other way round. So the ranks sum what is of the adapter's rank, and
+    whole factors get the same gradient on each of them.
+    """
+    place = _IN_ADAPTER.fullmatch(name)
+    if place is None:
+        rule = plan.get(_wildcard(name))
+        is_around = rule is not None and any(f"{name}.{part}" in modules for part in _ADAPTED)
+        if is_around and rule not in _WHOLE_OUTPUT:
+            return None
+        return rule
+    around, part = place["around"], place["part"]
+    rule = plan.get(_wildcard(around))
+    if rule is None or rule in _WHOLE_OUTPUT:
+        return None
+    if part.startswith("lora_"):
+        cut = "colwise" if part.startswith("lora_B") else "rowwise"
+        return rule if rule.startswith((cut, f"packed_{cut}")) else None
+    return rule
 
 
 def _wildcard(name: str) -> str:

@@ -96,6 +96,11 @@ def use_ulysses(model: nn.Module, group: dist.ProcessGroup, *, tp: int) -> None:
     for name, module in model.named_modules():
         if not hasattr(module, "is_causal"):
             continue
+        if not module.is_causal:
+            raise ValueError(
+                f"{name} of {type(model).__name__} reads in both directions; context parallelism "
+                "does causal attention only: use cp=1"
+            )
         if hasattr(module, "sinks") or getattr(module, "sliding_window", None) is not None:
             raise ValueError(
                 f"{name} of {type(model).__name__} has attention sinks or a sliding window; "
