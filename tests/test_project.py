@@ -37,6 +37,7 @@ MAY_CATCH_EVERYTHING = {
     "checkpointing/events.py:Events.tell",
     # what fails behind training belongs to whoever waits for it, or saves next
     "checkpointing/in_flight.py:SaveThread._finish",
+    "checkpointing/frozen_parts.py:FrozenParts._hash_late",
     "engine/snapshot.py:Snapshot._copy_later",
     # where one rank's failure becomes everybody's
     "engine/exchange.py:_Exchange._finish",
