@@ -22,8 +22,10 @@ from milepost.checkpointing.in_flight import saves
 from milepost.checkpointing.load_model import Fill
 from milepost.checkpointing.load_plan import plan_load
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments, Weights
+from milepost.checkpointing.proof_of_load import proof_of, proven_later, told
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.world import converse, drop_exchange_group, exchange_group, host_name
+from milepost.engine.proof import Proof
 from milepost.engine.read import ReadMode, ReadOptions, StoredTensor, read_tensor
 from milepost.engine.read_shard import ShardRead, fill_shards
 from milepost.engine.read_shared import fill_shards_shared
@@ -66,6 +68,10 @@ class Verify(Enum):
     """Presence, sizes and structure of every file."""
     DIGESTS = "digests"
     """The same, and every recorded digest: reads all bytes once more."""
+    WHILE_READING = "while-reading"
+    """Tensors are proven as they are read, at little cost, everything else before. Damage in one is
+    found when live state is half filled: `LoadTornError`, and an older checkpoint has to be loaded.
+    Extents of which a rank reads a part only are not proven; the report says how many bytes."""
 
 
 class RngRestore(Enum):
@@ -185,8 +191,11 @@ def _load(request: _Request) -> LoadReport:
         with together(talk, "open"):
             checkpoint = _open(talk, request.path)
             _agree_on(talk, checkpoint, reading)
-            if request.verify is Verify.DIGESTS and talk.is_coordinator:
-                _verify(checkpoint, policies)
+            proof = None
+            if request.verify is Verify.WHILE_READING:
+                proof = proof_of(checkpoint, reading)
+            if request.verify is not Verify.SIZES and talk.is_coordinator:
+                _verify(checkpoint, policies, proof)
             config = {}
             if request.model_config is not None:
                 config = check_model_config(checkpoint, request.model_config)
@@ -198,20 +207,27 @@ def _load(request: _Request) -> LoadReport:
             plan.report.config = config
             if root is not None:
                 _leave(plan, root)
-        _fill_together(talk, plan, state, request.rng, reading)
+        _fill_together(talk, plan, state, request.rng, reading, proof)
         stamp_filled(checkpoint, models, plan)
         return plan.report
 
 
 def _fill_together(
-    talk: Conversation, plan: LoadPlan, state: State, rng: RngRestore, reading: ReadOptions
+    talk: Conversation,
+    plan: LoadPlan,
+    state: State,
+    rng: RngRestore,
+    reading: ReadOptions,
+    proof: Proof | None,
 ) -> None:
-    fill_all = _filler(talk, reading)
+    fill_all = _filler(talk, reading, proof)
     try:
         with together(talk, "fill"):
             _fill(plan, state, fill_all)
             if rng is RngRestore.NOW:
                 _restore_rng(plan)
+        if proof is not None:
+            plan.report.notes += told(proof)
     except (RankError, LoadTornError) as error:
         if reading.mode is ReadMode.SHARED and talk.world_size > 1:
             drop_exchange_group(exchange_group())
@@ -263,10 +279,14 @@ def _agree_on(talk: Conversation, checkpoint: Checkpoint, options: ReadOptions) 
             )
 
 
-def _verify(checkpoint: Checkpoint, policies: LoadPolicies) -> None:
+def _verify(checkpoint: Checkpoint, policies: LoadPolicies, proof: Proof | None) -> None:
     threads = ReadOptions().threads
-    if isinstance(checkpoint, DirectoryCheckpoint) and policies.moments is Moments.FRESH:
-        left_out = files_of_optimizers(checkpoint.manifest)
+    left_out: set[str] = set()
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        if policies.moments is Moments.FRESH:
+            left_out |= set(files_of_optimizers(checkpoint.manifest))
+        if proof is not None:
+            left_out |= proven_later(checkpoint)
         report = verify_directory(checkpoint, threads=threads, on_bytes=None, leave_out=left_out)
     else:
         report = checkpoint.verify(threads=threads)
@@ -298,10 +318,12 @@ def _torn(plan: LoadPlan, error: Exception) -> LoadTornError:
     )
 
 
-def _filler(talk: Conversation, options: ReadOptions) -> Callable[[list[ShardRead]], None]:
+def _filler(
+    talk: Conversation, options: ReadOptions, proof: Proof | None
+) -> Callable[[list[ShardRead]], None]:
     """What fills targets, alone or with the other ranks; collective when it shares."""
     if options.mode is ReadMode.DIRECT or talk.world_size == 1:
-        return lambda reads: fill_shards(reads, options)
+        return lambda reads: fill_shards(reads, options, proof)
     group = exchange_group()
     return lambda reads: fill_shards_shared(reads, options, talk=talk, group=group)
 

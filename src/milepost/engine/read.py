@@ -13,8 +13,10 @@ from math import prod
 from pathlib import Path
 
 import torch
+import xxhash
 
 from milepost._env import env_int
+from milepost.engine.proof import Proof, Segment
 from milepost.engine.source import Scratch, memory_of
 from milepost.errors import DamagedError, FormatError, InvalidInputError, StorageError
 from milepost.format.dtypes import DTYPES, by_torch_name
@@ -22,6 +24,7 @@ from milepost.geometry.blocks import Span, blocks_of_range, byte_runs
 
 READ_PIECE_NBYTES = 8 * 1024 * 1024
 MERGE_GAP_NBYTES = 16 * 1024
+HASH_PIECE_NBYTES = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +131,18 @@ def fill_tensors(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], options: Re
 Task = Callable[[ReadOptions, Scratch], None]
 
 
-def fill_tasks(files: OpenFiles, stored: StoredTensor, target: torch.Tensor) -> Iterator[Task]:
+def fill_tasks(
+    files: OpenFiles, stored: StoredTensor, target: torch.Tensor, proof: Proof | None = None
+) -> Iterator[Task]:
+    """Tasks that fill `target` whole; with a `proof`, extents are compared with their digests."""
     assert tuple(target.shape) == stored.torch_shape(), f"{stored.name}: shapes were not checked"
     descriptor = files.descriptor(stored.path)
     data = target.detach()
+    if proof is not None:
+        end = stored.start + stored.nbytes
+        for segment in proof.segments(stored.path, stored.start, end):
+            yield _proven_task(descriptor, stored, data, segment, proof)
+        return
     if _can_take_bytes(data, stored.torch_dtype()):
         view = memory_of(data)
         for begin in range(0, view.nbytes, READ_PIECE_NBYTES):
@@ -159,6 +170,66 @@ def _direct_task(descriptor: int, stored: StoredTensor, piece: memoryview, begin
         report_bytes(options, piece.nbytes)
 
     return run
+
+
+def _proven_task(
+    descriptor: int, stored: StoredTensor, data: torch.Tensor, segment: Segment, proof: Proof
+) -> Task:
+    """Fill the elements of a segment piece by piece, each hashed while it is hot in cache."""
+    itemsize = stored.nbytes // max(1, data.numel())
+    first, last = ((end - stored.start) // itemsize for end in (segment.start, segment.end))
+    straight = _can_take_bytes(data, stored.torch_dtype())
+
+    def run(options: ReadOptions, scratch: Scratch) -> None:
+        hasher = xxhash.xxh3_128()
+        pieces = (
+            _memory_pieces(data, first * itemsize, last * itemsize)
+            if straight
+            else _staged_pieces(data, stored.torch_dtype(), (first, last), scratch)
+        )
+        at = segment.start
+        for memory, land in pieces:
+            read_fully(descriptor, memory, at, stored.path)
+            if segment.digest is not None:
+                hasher.update(memory)
+            land()
+            at += memory.nbytes
+        report_bytes(options, at - segment.start)
+        if segment.digest is None:
+            proof.count(unproven=at - segment.start)
+        else:
+            proof.compare(segment, hasher.digest(), name=stored.name, path=stored.path)
+
+    return run
+
+
+_Pieces = Iterator[tuple[memoryview, Callable[[], object]]]
+
+
+def _memory_pieces(data: torch.Tensor, start: int, end: int) -> _Pieces:
+    """The target's own memory; nothing is left to do with what was read into it."""
+    view = memory_of(data)
+    for begin in range(start, end, HASH_PIECE_NBYTES):
+        yield view[begin : min(begin + HASH_PIECE_NBYTES, end)], _nothing
+
+
+def _staged_pieces(
+    data: torch.Tensor, dtype: torch.dtype, elements: tuple[int, int], scratch: Scratch
+) -> _Pieces:
+    """Scratch memory, and what moves it into the target."""
+    limit = max(1, HASH_PIECE_NBYTES // dtype.itemsize)
+    for box in blocks_of_range(tuple(data.shape), *elements, limit):
+        block = data[tuple(slice(*span) for span in box)]
+        stage = scratch.tensor()[: block.numel() * dtype.itemsize]
+
+        def land(block: torch.Tensor = block, stage: torch.Tensor = stage) -> object:
+            return block.copy_(stage.view(dtype).view(block.shape))
+
+        yield memory_of(stage), land
+
+
+def _nothing() -> None:
+    return None
 
 
 def _staged_task(descriptor: int, stored: StoredTensor, block: torch.Tensor, begin: int) -> Task:

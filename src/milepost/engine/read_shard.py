@@ -19,6 +19,7 @@ from math import prod
 
 import torch
 
+from milepost.engine.proof import Proof
 from milepost.engine.read import (
     READ_PIECE_NBYTES,
     OpenFiles,
@@ -51,29 +52,40 @@ class ShardRead:
         return self.held == whole(self.stored.torch_shape())
 
 
-def fill_shards(reads: Sequence[ShardRead], options: ReadOptions) -> None:
-    """Fill all targets in parallel, each needed byte read once. An error leaves some unfilled."""
+def fill_shards(
+    reads: Sequence[ShardRead], options: ReadOptions, proof: Proof | None = None
+) -> None:
+    """Fill all targets in parallel, each needed byte read once. An error leaves some unfilled.
+
+    With a `proof`, extents that are read whole are compared with their digests on the way;
+    `DamagedError` when one differs.
+    """
     with (
         OpenFiles(sorted({read.stored.path for read in reads})) as files,
         torch.no_grad(),
     ):
-        run_tasks([task for read in reads for task in _tasks(files, read)], options)
+        run_tasks([task for read in reads for task in _tasks(files, read, proof)], options)
 
 
-def _tasks(files: OpenFiles, read: ShardRead) -> Iterator[Task]:
+def _tasks(files: OpenFiles, read: ShardRead, proof: Proof | None) -> Iterator[Task]:
     target = read.target.detach()
     assert tuple(target.shape) == local_shape(read.held), f"{read.stored.name}: unchecked shape"
     if target.numel() == 0:
         return
     if read.is_whole():
-        yield from fill_tasks(files, read.stored, target)
+        yield from fill_tasks(files, read.stored, target, proof)
         return
     for box, local in boxes_of(read.held):
-        yield from _box_tasks(files, read.stored, box, target[tuple(slice(*s) for s in local)])
+        part = target[tuple(slice(*span) for span in local)]
+        yield from _box_tasks(files, read.stored, box, part, proof)
 
 
 def _box_tasks(
-    files: OpenFiles, stored: StoredTensor, box: tuple[Span, ...], target: torch.Tensor
+    files: OpenFiles,
+    stored: StoredTensor,
+    box: tuple[Span, ...],
+    target: torch.Tensor,
+    proof: Proof | None,
 ) -> Iterator[Task]:
     """Tasks for one box, cut along dim 0 so that each moves a bounded number of bytes."""
     shape = stored.torch_shape()
@@ -88,8 +100,10 @@ def _box_tasks(
             dtype=stored.dtype,
             shape=(last - first, *stored.shape[1:]),
         )
-        yield from fill_tasks(files, part, target)
+        yield from fill_tasks(files, part, target, proof)
         return
+    if proof is not None:
+        proof.count(unproven=target.numel() * stored.torch_dtype().itemsize)
     rows = max(1, min(READ_PIECE_NBYTES, WINDOW_NBYTES) // row_nbytes)
     for row in range(first, last, rows):
         end = min(row + rows, last)

@@ -58,7 +58,9 @@ def load_from(
     torn = prove(path, proof, named) if proof is not None else None
     if torn is not None:
         options = {**options, "moments": Moments.FRESH}
-    report = patiently(lambda: load(path, state, verify=Verify.SIZES, **options), path)
+    is_proven_late = proof is not None and proof.verify is Verify.WHILE_READING
+    verify = Verify.WHILE_READING if is_proven_late else Verify.SIZES
+    report = patiently(lambda: load(path, state, verify=verify, **options), path)
     if torn is not None:
         report.fresh_moments = dict.fromkeys(report.fresh_moments, f"as allowed, after {torn}")
     for key, settings in before.items():
