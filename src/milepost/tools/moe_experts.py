@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from milepost.errors import InvalidInputError
 from milepost.hf.expert_layouts import (
@@ -23,7 +23,7 @@ from milepost.hf.expert_layouts import (
     expert_names,
 )
 from milepost.storage.fileops import PathLike
-from milepost.tools.rewrite.groups import Group, block_of, joined, passed
+from milepost.tools.rewrite.groups import Copied, Group, block_of, joined, passed
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
@@ -49,28 +49,46 @@ def unfuse_moe_experts(
     """
     opened = open_source(source)
     rewrite = Rewrite(verb="unfuse-moe-experts", sources=[opened], groups=[])
-    banks = {name: found for name in opened.tensors if (found := _bank(name)) is not None}
-    if not banks:
+    found = unfused(opened, rewrite.problems)
+    rewrite.groups = found.groups
+    if not found.banks:
         rewrite.notes.append("there are no fused experts; every tensor is copied as it is")
-        rewrite.groups = [passed(tensor) for tensor in opened.tensors.values()]
         return run_rewrite(rewrite, output, options)
-    names = _names_of(opened)
+    rewrite.tied = found.tied
+    rewrite.counts = {
+        "banks": found.banks,
+        "expert tensors": len(found.groups) - len(opened.tensors) + found.banks,
+    }
+    return run_rewrite(rewrite, output, options)
+
+
+class Unfused(NamedTuple):
+    """All tensors of a source with experts one by one; `banks` is how many were fused."""
+
+    groups: list[Copied]
+    tied: dict[str, str]
+    banks: int
+
+
+def unfused(source: Source, problems: Problems) -> Unfused:
+    """Every tensor of `source` under its hub name, each bank as one tensor for each expert and
+    projection; a source without banks as it is. Errors: see `unfuse_moe_experts`."""
+    banks = {name: found for name in source.tensors if (found := _bank(name)) is not None}
+    if not banks:
+        groups = [passed(tensor) for tensor in source.tensors.values()]
+        return Unfused(groups, dict(source.tied), 0)
+    names = _names_of(source)
     rename = _Renames(names, banks)
-    groups: list[Group] = []
-    for tensor in opened.tensors.values():
+    groups = []
+    for tensor in source.tensors.values():
         found = banks.get(tensor.name)
         if found is None:
             groups.append(passed(tensor, name=rename(tensor.name)))
         else:
-            groups += _experts_of(tensor, found, names, rename, rewrite.problems)
-    rewrite.groups = groups
-    _check_config(opened, banks, names, rewrite.problems)
-    rewrite.tied = {rename(alias): rename(kept) for alias, kept in opened.tied.items()}
-    rewrite.counts = {
-        "banks": len(banks),
-        "expert tensors": len(groups) - len(opened.tensors) + len(banks),
-    }
-    return run_rewrite(rewrite, output, options)
+            groups += _experts_of(tensor, found, names, rename, problems)
+    _check_config(source, banks, names, problems)
+    tied = {rename(alias): rename(kept) for alias, kept in source.tied.items()}
+    return Unfused(groups, tied, len(banks))
 
 
 def fuse_moe_experts(
@@ -184,7 +202,7 @@ def _experts_of(
     names: ExpertNames,
     rename: _Renames,
     problems: Problems,
-) -> Iterator[Group]:
+) -> Iterator[Copied]:
     kind = "bias" if found["bias"] or found["suffix"] == "bias" else "weight"
     leaf, prefix = str(found["leaf"]), rename(str(found["prefix"]))
     dims = 3 if kind == "weight" else 2

@@ -24,6 +24,7 @@ from milepost.tools.lowp.elements import (
     encode_e8m0,
     exponent_of,
     pack_nibbles,
+    power_of_two,
     round_e2m1,
     unpack_nibbles,
 )
@@ -82,7 +83,7 @@ def quantise_mx(weight: Tensor, element: Element, scales: Scales) -> Blocks:
         lower = (exponent - 1).clamp(min=-127)
         worse = _squares(blocks, element, exponent) > _squares(blocks, element, lower)
         exponent = torch.where(worse, lower, exponent)
-    scaled = blocks / _power(exponent)[..., None]
+    scaled = blocks / power_of_two(exponent)[..., None]
     return Blocks(_joined(_encoded(scaled, element)), encode_e8m0(exponent))
 
 
@@ -117,17 +118,34 @@ def quantise_nvfp4(weight: Tensor, divisor: Tensor, scales: Scales) -> Blocks:
     return Blocks(pack_nibbles(_joined(codes)), scale.to(torch.float8_e4m3fn))
 
 
+def nvfp4_power_divisor(amax: Tensor | float) -> Tensor:
+    """As `nvfp4_divisor`, rounded down to a power of two: its inverse is exact, and tensors of
+    about the same range get the same one."""
+    largest = torch.as_tensor(amax, dtype=torch.float32)
+    exponent = _ceil_exponent(largest, E4M3_MAX * E2M1_MAX).clamp(min=-126, max=126)
+    return torch.where(largest > 0, power_of_two(-exponent), torch.ones_like(largest))
+
+
 def dequantise_nvfp4(blocks: Blocks, divisor: Tensor) -> Tensor:
     """fp32 `[..., K]`."""
-    values = _blocks_of(decode_e2m1(unpack_nibbles(blocks.data)), NVFP4_BLOCK)
-    return _joined(values * (blocks.scale.float() / divisor)[..., None])
+    return dequantise_e2m1(blocks.data, blocks.scale.float() / divisor, NVFP4_BLOCK)
+
+
+def dequantise_e2m1(data: Tensor, scale: Tensor, block: int) -> Tensor:
+    """fp32 `[..., K]` of packed codes `[..., K/2]` and fp32 scales `[..., K/block]`."""
+    values = _blocks_of(decode_e2m1(unpack_nibbles(data)), block)
+    return _joined(values * scale[..., None])
 
 
 def quantise_fp8_rows(weight: Tensor) -> Blocks:
-    """FP8 with one fp32 scale a row: `[..., K]`, scales `[..., 1]`."""
+    """FP8 with one bf16 scale a row: `[..., K]`, scales `[..., 1]`.
+
+    Codes are made for the rounded scale, so readers that hold scales in bf16 lose nothing.
+    """
     rows = _finite(weight)
-    scale = _fp8_scale(rows.abs().amax(-1, keepdim=True))
-    return Blocks(encode_e4m3(rows / scale), scale)
+    scale = _fp8_scale(rows.abs().amax(-1, keepdim=True)).bfloat16()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return Blocks(encode_e4m3(rows / scale.float()), scale)
 
 
 def quantise_fp8_squares(weight: Tensor) -> Blocks:
@@ -190,19 +208,24 @@ def _joined(blocks: Tensor) -> Tensor:
 def _ceil_exponent(amax: Tensor, largest: float) -> Tensor:
     """The smallest e with amax <= largest * 2^e, by exact comparison; -127 for zero."""
     exponent = exponent_of(amax) - int(exponent_of(torch.tensor(largest)))
-    fits = amax.double() <= torch.ldexp(torch.full_like(amax, largest).double(), exponent)
+    exponent = exponent.clamp(-127, 127)
+    fits = amax.double() <= power_of_two(exponent).double() * largest
     exponent = torch.where(fits, exponent, exponent + 1)
     return torch.where(amax > 0, exponent, torch.full_like(exponent, -127)).clamp(-127, 127)
 
 
-def _power(exponent: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-
-
 def _squares(blocks: Tensor, element: Element, exponent: Tensor) -> Tensor:
-    scale = _power(exponent)[..., None]
+    scale = power_of_two(exponent)[..., None]
     rounded = _rounded(blocks / scale, element)
-    return (rounded * scale - blocks).square_().sum(-1)
+    return _sum((rounded * scale - blocks).square_())
+
+
+def _sum(values: Tensor) -> Tensor:
+    """The sum along the last dim, a power of two, in one order whatever device adds."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values.squeeze(-1)
 
 
 def _rounded(values: Tensor, element: Element) -> Tensor:
@@ -220,11 +243,10 @@ def _decoded(data: Tensor, element: Element) -> Tensor:
 
 
 def _nvfp4_scale(scale: Tensor) -> Tensor:
-    """The nearest E4M3 number, as fp32. Never zero: the values of a block that is so small are."""
-    rounded = encode_e4m3(scale).float()
-    return torch.where(rounded == 0, 0.125, rounded)
+    """The nearest E4M3 number that is not zero, as fp32: at least the smallest, 2^-9."""
+    return encode_e4m3(scale.clamp(min=2.0**-9)).float()
 
 
 def _nvfp4_squares(blocks: Tensor, scale: Tensor, divisor: Tensor) -> Tensor:
     factor = (scale / divisor)[..., None]
-    return round_e2m1(blocks / factor).mul_(factor).sub_(blocks).square_().sum(-1)
+    return _sum(round_e2m1(blocks / factor).mul_(factor).sub_(blocks).square_())

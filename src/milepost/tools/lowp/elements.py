@@ -61,11 +61,18 @@ def exponent_of(values: Tensor) -> Tensor:
     return torch.where(values > 0, exponent - 1, torch.full_like(exponent, -E8M0_BIAS))
 
 
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^e as fp32 for int32 exponents in [-127, 127], by its bits: exact on every device."""
+    normal = (exponents + E8M0_BIAS) << 23
+    bits = torch.where(exponents > -E8M0_BIAS, normal, torch.full_like(normal, 1 << 22))
+    return bits.view(torch.float32)
+
+
 def decode_e8m0(scales: Tensor) -> Tensor:
     """2^(byte - 127) as fp32; NaN for 255."""
-    exponents = scales.to(torch.int32) - E8M0_BIAS
-    values = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    return torch.where(scales == 255, torch.full_like(values, torch.nan), values)
+    exponents = scales.view(torch.uint8).to(torch.int32) - E8M0_BIAS
+    values = power_of_two(exponents.clamp(max=E8M0_BIAS))
+    return torch.where(exponents > E8M0_BIAS, torch.full_like(values, torch.nan), values)
 
 
 def encode_e8m0(exponents: Tensor) -> Tensor:
