@@ -39,7 +39,7 @@ METHODS = {
 MODELS = ("base", "one", "two")
 
 
-def write_models(directory: Path, nbytes: int) -> None:
+def write_models(directory: Path, nbytes: int, names: tuple[str, ...] = MODELS) -> None:
     """The base, and two that differ from it a little, in four parts each."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
@@ -58,7 +58,7 @@ def write_models(directory: Path, nbytes: int) -> None:
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    for number, name in enumerate(MODELS):
+    for number, name in enumerate(names):
         place = directory / name
         place.mkdir()
         generator = torch.Generator().manual_seed(0)
@@ -107,7 +107,7 @@ def merge_by_milepost(directory: Path, method: str) -> dict[str, float]:
     recipe = recipe_from_yaml(recipe_file)
     out = directory / "output" / "merged"
     run = partial(merge_models, recipe, out, tokenizers=Tokenizers.ALLOW_MISSING)
-    return _measured(run)
+    return measured(run)
 
 
 def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
@@ -122,10 +122,10 @@ def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
     options = MergeOptions(copy_tokenizer=False, write_model_card=False, quiet=True)
     out = str(directory / "output" / "merged")
     config = MergeConfiguration.model_validate(full)
-    return _measured(lambda: run_merge(config, out, options))
+    return measured(lambda: run_merge(config, out, options))
 
 
-def _measured(run: Any) -> dict[str, float]:
+def measured(run: Any) -> dict[str, float]:
     """Seconds, and how far anonymous memory rises."""
     import threading
 

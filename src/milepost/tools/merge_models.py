@@ -18,6 +18,7 @@ from milepost.hf.sidecar_files import SIDECARS
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import Carried, carried_files
 from milepost.tools.cast import refuse_quantised
+from milepost.tools.merge_peft_source import AdaptedTensor, open_with_adapter
 from milepost.tools.merging.chunks import CHUNK_NUMEL, Inputs
 from milepost.tools.merging.layers import Planner, Wanted
 from milepost.tools.merging.parameters import resolve
@@ -40,7 +41,7 @@ from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
 from milepost.tools.rewrite.run import run_rewrite
-from milepost.tools.rewrite.source import SourceTensor, open_source
+from milepost.tools.rewrite.source import SourceTensor
 
 _BALANCING = re.compile(r"(e_score_correction_bias|expert_bias|balancing_biases|router_bias)$")
 _TOKENIZER_FILES = re.compile(
@@ -67,7 +68,8 @@ def merge_models(
 
     Every tensor is made in fp32 and rounded once, to `recipe.dtype` or to the type of the first
     model (of the base, if there is one); router-balancing tensors keep theirs. Integers must be the
-    same everywhere. Files beside the weights are those of the model whose tokenizer is taken; what
+    same everywhere. A path of an adapter alone, or `BASE+ADAPTER`, stands for the base with the
+    adapter merged. Files beside the weights are those of the model whose tokenizer is taken; what
     belongs to one training alone (sidecars) is not carried. Embeddings are brought together by
     token where `recipe.tokenizer` is given; else the vocabularies must be the same.
 
@@ -81,7 +83,9 @@ class _Merge:
     def __init__(self, recipe: Recipe, tokenizers: Tokenizers) -> None:
         self._recipe, self._tokenizers = recipe, tokenizers
         self._problems = Problems()
-        self._sources = {str(path): open_source(path) for path in recipe.paths()}
+        self._sources = {
+            str(path): open_with_adapter(path, self._problems) for path in recipe.paths()
+        }
         for source in self._sources.values():
             refuse_quantised(source, "merge-models")
         self._main = self._sources[str(self._main_path())]
@@ -259,7 +263,9 @@ class _Merge:
             return {spec.name: out}
 
         named = {str(number): tensor for number, tensor in enumerate(inputs)}
+        is_read_whole = any(isinstance(tensor, AdaptedTensor) for tensor in inputs)
         in_bands = method.per_element and bool(spec.shape) and alignment is None
+        in_bands = in_bands and not is_read_whole
         chunks = 4 * CHUNK_NUMEL * (3 * len(inputs) + 3)
         rows = sum(tensor.nbytes for tensor in inputs) if alignment is not None else 0
         masks = len(wanted.tensors) * inputs[0].nbytes // _itemsize(inputs[0].dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from milepost.checkpointing.files import PlannedFile
@@ -41,7 +42,8 @@ class Rewrite:
     `arguments`, plain JSON values, stand in the provenance of the output. `counts` are told in the
     report (`{"experts": 128}`), `notes` too. `relation` is written into the card. `extra` are
     further files of the output; `edit_manifest` may change the manifest before files are listed in
-    it.
+    it. `before_publish` gets the complete directory under its hidden name; what it raises keeps it
+    from being published, and it may add to `counts` and `notes`.
     """
 
     verb: str
@@ -61,6 +63,7 @@ class Rewrite:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     extra: Sequence[PlannedFile] = ()
     edit_manifest: Callable[[Manifest], None] | None = None
+    before_publish: Callable[[Path], None] | None = None
 
     @property
     def ties(self) -> dict[str, str]:

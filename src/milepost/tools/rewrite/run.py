@@ -144,6 +144,8 @@ class _Run:
                 check = None
                 if self.options.check is Check.LOAD:
                     check = check_output(output.path, self.output)
+                if self.rewrite.before_publish is not None:
+                    self.rewrite.before_publish(output.path)
                 output.commit(is_durable=self.options.is_durable)
         except CheckpointError:
             raise

@@ -1,0 +1,294 @@
+"""`merge-peft-adapters`: low-rank adapters folded into their base, without loading a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from milepost.adapters.kinds import ADAPTER_CONFIG
+from milepost.errors import InvalidInputError
+from milepost.storage.fileops import PathLike
+from milepost.tools.carried import Carried, carried_files
+from milepost.tools.merge_peft_adapter import (
+    OpenedAdapter,
+    base_of,
+    open_adapter,
+    refuse_merged_twice,
+    refuse_other_base,
+    weighted_path,
+)
+from milepost.tools.merge_peft_base import BaseIndex
+from milepost.tools.merge_peft_config import (
+    MergeTask,
+    default_task,
+    set_classifier,
+    set_untied,
+    set_vocabulary,
+)
+from milepost.tools.merge_peft_edits import Difference, Differences
+from milepost.tools.merge_peft_groups import Merging, TiedDelta
+from milepost.tools.merge_peft_verify import verify_outputs
+from milepost.tools.merging.vocabulary import TOKENIZER
+from milepost.tools.rewrite.cards import Relation, RelationKind, hub_id_of
+from milepost.tools.rewrite.dtypes import float_type
+from milepost.tools.rewrite.options import RewriteOptions
+from milepost.tools.rewrite.problems import Problems
+from milepost.tools.rewrite.report import RewriteReport
+from milepost.tools.rewrite.rewrite import Rewrite
+from milepost.tools.rewrite.run import run_rewrite
+from milepost.tools.rewrite.source import Source, open_source
+
+VERB = "merge-peft-adapters"
+PARKED = "original_adapter_config"
+_TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
+                    "added_tokens.json", "chat_template.jinja")  # fmt: skip
+
+
+class Verify(Enum):
+    """Whether the output is compared with the adapter before it gets its name."""
+
+    NONE = "none"
+    OUTPUTS = "outputs"
+    """transformers and peft run base and adapter, and transformers the output, on a few tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport(RewriteReport):
+    """`differences` are those of the tensors that adapters touch, as they are stored, by name."""
+
+    differences: Mapping[str, Difference]
+
+
+def merge_peft_adapters(
+    adapters: Sequence[PathLike],
+    output: PathLike,
+    *,
+    base: PathLike | None = None,
+    task: MergeTask | str | None = None,
+    dtype: str | None = None,
+    num_labels: int | None = None,
+    tied: TiedDelta | str = TiedDelta.FOLD,
+    verify: Verify = Verify.NONE,
+    options: RewriteOptions | None = None,
+) -> MergeReport:
+    """Fold adapters (`DIR` or `DIR:WEIGHT`) into their base, as the directory `output`.
+
+    Sums are made in fp32 and rounded once, to the dtype of the base's tensor or to `dtype`; of
+    several adapters, the differences that each makes to the base are added up, times its weight.
+    Sidecars of training in the directories of the adapters are applied. Tensors that no adapter
+    touches keep their bytes. `base` is by default what the adapters' configurations name; `task`
+    follows their task type.
+
+    Refused are adapters of which a tensor finds no place, that were folded into this base before,
+    or were trained on another; quantised bases; and adapters that change no stored value. Errors
+    otherwise: see `run_rewrite`.
+    """
+    merge = _Merge(adapters, base, task, dtype, num_labels, TiedDelta(tied), verify)
+    report = run_rewrite(merge.rewrite(), output, options)
+    known = {each.name: getattr(report, each.name) for each in fields(RewriteReport)}
+    return MergeReport(**known, differences=merge.differences.by_name)
+
+
+class _Merge:
+    def __init__(
+        self,
+        adapters: Sequence[PathLike],
+        base: PathLike | None,
+        task: MergeTask | str | None,
+        dtype: str | None,
+        num_labels: int | None,
+        tied: TiedDelta,
+        verify: Verify,
+    ) -> None:
+        if not adapters:
+            raise InvalidInputError("no adapter was given (--adapter-dir)")
+        self.adapters = [open_adapter(*weighted_path(str(text))) for text in adapters]
+        path = base_of(self.adapters, base)
+        self.source = open_source(path)
+        refuse_quantised_base(self.source, self.adapters)
+        self.task = default_task(self.adapters) if task is None else MergeTask(task)
+        self.problems, self.differences = Problems(), Differences()
+        self._dtype = None if dtype is None else float_type(dtype)
+        self._num_labels, self._tied, self._verify = num_labels, tied, verify
+        self._check_adapters()
+        self.merging = Merging(
+            BaseIndex(self.source),
+            self.adapters,
+            self.problems,
+            self.differences,
+            dtype=self._dtype,
+            task=self.task,
+            tied=tied,
+        )
+
+    def _check_adapters(self) -> None:
+        problems = self.problems
+        digests = [adapter.digest for adapter in self.adapters]
+        for adapter in self.adapters:
+            if digests.count(adapter.digest) > 1:
+                problems.refuse(f"{adapter.directory}: the same adapter was given more than once")
+            problems.attempt(partial(refuse_merged_twice, adapter, self.source))
+            problems.attempt(partial(refuse_other_base, adapter, self.source))
+        if self._verify is Verify.OUTPUTS and (
+            len(self.adapters) > 1
+            or self.adapters[0].weight != 1.0
+            or self.adapters[0].config.experts is not None
+        ):
+            problems.refuse(
+                "--verify compares with one adapter of peft's own kinds, at weight 1; leave it out"
+            )
+
+    def rewrite(self) -> Rewrite:
+        merging = self.merging
+        groups = merging.groups()
+        rewrite = Rewrite(
+            verb=VERB,
+            sources=[self.source, *(adapter.source for adapter in self.adapters)],
+            groups=groups,
+            arguments=self._arguments(),
+            edit_config=self._edit_config,
+            relation=self._relation(),
+            dropped=merging.dropped,
+            tied=merging.ties(),
+            counts={"tensors to change": len(merging.edited)},
+            notes=[*self._notes(), *merging.notes],
+            problems=self.problems,
+            provenance={"adapters": self._provenance()},
+        )
+        rewrite.aux = self.problems.attempt(self._aux)
+        rewrite.before_publish = lambda directory: self._before_publish(rewrite, directory)
+        return rewrite
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "adapters": [{"name": a.directory.name, "weight": a.weight} for a in self.adapters],
+            "task": self.task.value,
+            "dtype": self._dtype,
+            "tied": self._tied.value,
+        }
+
+    def _relation(self) -> Relation:
+        named = [adapter.config.base for adapter in self.adapters]
+        found = [hub_id_of(self.source), *named]
+        known = list(dict.fromkeys(name for name in found if name is not None))
+        return Relation(kind=RelationKind.FINETUNE, base_models=known)
+
+    def _provenance(self) -> list[dict[str, Any]]:
+        """All adapters that are in the weights: those of the base, then these."""
+        earlier = self.source.checkpoint.info.extra.get("provenance") or {}
+        return [
+            *earlier.get("adapters", ()),
+            *(
+                {"name": a.directory.name, "digest": a.digest, "weight": a.weight}
+                for a in self.adapters
+            ),
+        ]
+
+    def _notes(self) -> list[str]:
+        types = {t.dtype for t in self.source.tensors.values()}
+        notes = [f"merged onto {self.source.path} ({', '.join(sorted(types))})"]
+        for adapter in self.adapters:
+            named = adapter.config.base
+            if named is not None and Path(named).name != self.source.path.name:
+                notes.append(f"{adapter.directory} says that it was trained on {named}")
+        return notes
+
+    # ---- beside the weights
+
+    def _aux(self) -> Carried:
+        carried = carried_files(self.source.checkpoint)
+        for adapter in self.adapters:
+            name = f"{PARKED}/{ADAPTER_CONFIG}"
+            number = 1
+            while name in carried.names:
+                number += 1
+                name = f"{PARKED}/{number}/{ADAPTER_CONFIG}"
+            carried.paths[name] = adapter.directory / ADAPTER_CONFIG
+        for name, path in self.merging.sidecars.items():
+            carried.documents.pop(name, None)
+            carried.paths[name] = path
+            carried.needs = list(dict.fromkeys([*carried.needs, name]))
+        if self.merging.resized_by is not None:
+            self._take_tokenizer(carried, self.merging.resized_by)
+        return carried
+
+    def _take_tokenizer(self, carried: Carried, adapter: OpenedAdapter) -> None:
+        """The tokenizer that has the new tokens lies beside the adapter."""
+        held = [n for n in _TOKENIZER_FILES if (adapter.directory / n).is_file()]
+        if not held:
+            carried.notes.append(
+                f"the vocabulary has other rows than the base's, and {adapter.directory} has no "
+                "tokenizer: put the one with the new tokens into the output"
+            )
+        for name in held:
+            carried.documents.pop(name, None)
+            carried.paths[name] = adapter.directory / name
+        if held:
+            carried.notes.append(f"the tokenizer is that beside the adapter: {', '.join(held)}")
+
+    def _edit_config(self, document: dict[str, Any]) -> list[str]:
+        merging = self.merging
+        notes = set_vocabulary(document, merging.vocabulary)
+        if merging.separate:
+            notes += set_untied(document, merging.separate)
+        if self.task is MergeTask.CLASSIFICATION:
+            notes += set_classifier(document, self.adapters, merging.labels, self._num_labels)
+        text = document.get("text_config")
+        for key, value in merging.config.items():
+            place = text if isinstance(text, dict) and key in text else document
+            place[key] = value
+            notes.append(f"config.json: {key} is set to {value}")
+        return notes
+
+    # ---- before it is published
+
+    def _before_publish(self, rewrite: Rewrite, directory: Path) -> None:
+        found = self.differences.by_name
+        changed = {name: each for name, each in found.items() if each.changed}
+        if not changed and not self.merging.replaced:
+            raise InvalidInputError(
+                f"the adapters change no stored value of {self.source.path}: their factors are "
+                "zero, or too small for the dtype of the base (--dtype float32); nothing was kept"
+            )
+        rewrite.counts = {"changed": len(changed) + len(self.merging.replaced)}
+        rewrite.notes += _told(changed)
+        lost = sum(each.moved - each.changed for each in found.values())
+        if lost:
+            moved = sum(each.moved for each in found.values())
+            rewrite.notes.append(
+                f"{lost} of {moved} elements that the adapters move are the same as before after "
+                "rounding to the stored dtype (--dtype float32 keeps them)"
+            )
+        if self._verify is Verify.OUTPUTS:
+            adapter = self.adapters[0].directory
+            rewrite.notes += verify_outputs(self.source.path, adapter, directory, self.task)
+
+
+def refuse_quantised_base(source: Source, adapters: Sequence[OpenedAdapter]) -> None:
+    """`InvalidInputError` for a base of codes: a sum would be rounded to its few bits."""
+    method = source.config.get("quantization_config")
+    if method is None:
+        return
+    name = method.get("quant_method") if isinstance(method, dict) else method
+    raise InvalidInputError(
+        f"{source.path}: its weights are quantised ({name}); an adapter that was trained on them "
+        "merges onto the 16-bit model that they were made of, or onto the output of milepost "
+        "dequantize, which has the very values of training: name one of them (--base-model)",
+        path=source.path,
+    )
+
+
+def _told(changed: Mapping[str, Difference]) -> list[str]:
+    norms = {name: each.square**0.5 for name, each in changed.items()}
+    if not norms:
+        return []
+    least, most = (pick(norms, key=lambda name: norms[name]) for pick in (min, max))
+    whole = sum(each.square for each in changed.values()) ** 0.5
+    return [
+        f"{len(norms)} tensors changed; the norm of all differences is {whole:.6g}, of one tensor "
+        f"from {norms[least]:.6g} ({least}) to {norms[most]:.6g} ({most})"
+    ]

@@ -1,0 +1,264 @@
+"""What an adapter does to one stored tensor, and tensors with all their edits made chunk by chunk.
+
+An edit gives the difference that it makes to the base, in fp32 (fp64 for such weights). With
+several adapters the differences to the same base, each times its adapter's weight, are added up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from milepost.adapters.arithmetic import LowRank, fold, squared_norms
+from milepost.tools.rewrite.dtypes import refuse_overflow, torch_type
+from milepost.tools.rewrite.groups import Computed, TensorSpec
+from milepost.tools.rewrite.source import SourceTensor
+
+CHUNK_NUMEL = 2**19
+
+Factors: TypeAlias = Mapping[str, Tensor]
+Form: TypeAlias = Callable[[Factors], LowRank]
+Region: TypeAlias = tuple[int, int, int]
+"""Expert, first row, end: the rows of one expert in a bank [experts, rows, columns]."""
+
+Apply: TypeAlias = Callable[[Tensor, Tensor, slice], Tensor]
+"""`(base, total, rows)` to the new total: both are these rows of the weight, wide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One change of a tensor. `inputs` are what it reads, `by_rows` those of them whose dim 0 is
+    that of the tensor; None for an edit that does not go row by row."""
+
+    inputs: Mapping[str, SourceTensor]
+    weight: float
+    by_rows: tuple[str, ...] | None = None
+
+    def start(self, factors: Factors, base: Tensor) -> Apply:
+        """The change of parts of `base`, which is the tensor, or a band of it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankEdit(Edit):
+    """Factors: of the tensor, or of a bank of which the tensor is `part`, or of `place` in it."""
+
+    form: Form
+    part: Region | None = None
+    place: Region | None = None
+
+    def low_rank(self, factors: Factors) -> LowRank:
+        """The factors in the layout of what is changed; `factors` may be without data."""
+        low = self.form(factors)
+        if self.part is None:
+            return low
+        expert, first, end = self.part
+        return LowRank(left=low.left[expert, first:end], right=low.right[expert], scale=low.scale)
+
+    def start(self, factors: Factors, base: Tensor) -> Apply:
+        low = self.low_rank(factors)
+        if self.place is not None:
+            return self._in_place(low, self.place)
+        squares = None
+        if low.magnitude is not None and low.magnitude_dim == 1:
+            squares = torch.stack(
+                [
+                    squared_norms(wide(base[rows]), low.box([rows, slice(None)]))
+                    for rows in chunks(base.shape)
+                ]
+            ).sum(dim=0)
+
+        def apply(base: Tensor, total: Tensor, rows: slice) -> Tensor:
+            shape = base.shape
+            if base.dim() > low.left.dim():  # a convolution
+                base, total = base.flatten(1), total.flatten(1)
+            boxed = low.box([rows, *(slice(None) for _ in low.shape[1:])])
+            return self._folded(base, total, boxed, squares).reshape(shape)
+
+        return apply
+
+    def _folded(
+        self, base: Tensor, total: Tensor, low: LowRank, squares: Tensor | None = None
+    ) -> Tensor:
+        if low.magnitude is None:
+            return fold(total, replace(low, scale=low.scale * self.weight))
+        return blended(base, total, fold(base, low, squares), self.weight)
+
+    def _in_place(self, low: LowRank, place: Region) -> Apply:
+        expert, first, end = place
+
+        def apply(base: Tensor, total: Tensor, rows: slice) -> Tensor:
+            if not rows.start <= expert < rows.stop:
+                return total
+            spot = (expert - rows.start, slice(first, end))
+            made = total.clone()
+            made[spot] = self._folded(base[spot], total[spot], low)
+            return made
+
+        return apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeEdit(Edit):
+    """A tensor that was trained as it is, in place of the base's."""
+
+    def start(self, factors: Factors, base: Tensor) -> Apply:
+        value = factors["value"]
+        return lambda base, total, rows: blended(
+            base, total, value[rows].to(base.dtype), self.weight
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsEdit(Edit):
+    """Rows of an embedding that were trained, in place of the base's."""
+
+    indices: tuple[int, ...]
+
+    def start(self, factors: Factors, base: Tensor) -> Apply:
+        indices = torch.tensor(self.indices)
+
+        def apply(base: Tensor, total: Tensor, rows: slice) -> Tensor:
+            inside = (indices >= rows.start) & (indices < rows.stop)
+            if not bool(inside.any()):
+                return total
+            adapted = base.clone()
+            adapted[indices[inside] - rows.start] = factors["value"][inside].to(base.dtype)
+            return blended(base, total, adapted, self.weight)
+
+        return apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasEdit(Edit):
+    """The bias of a second factor, which goes into that of the layer."""
+
+    scale: float
+
+    def start(self, factors: Factors, base: Tensor) -> Apply:
+        value, scale = factors["value"], self.scale * self.weight
+        return lambda base, total, rows: total + value[rows].to(base.dtype) * scale
+
+
+def blended(base: Tensor, total: Tensor, adapted: Tensor, weight: float) -> Tensor:
+    """`total` plus `weight` times what `adapted` differs from `base` by; exact for one adapter."""
+    if weight == 1.0 and total is base:
+        return adapted
+    return total + (adapted - base) * weight
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the type that sums are made in."""
+    return tensor.to(torch.float64 if tensor.dtype is torch.float64 else torch.float32)
+
+
+def chunks(shape: Sequence[int]) -> Iterator[slice]:
+    """Rows of about `CHUNK_NUMEL` elements at a time."""
+    step = max(1, CHUNK_NUMEL // max(1, prod(shape[1:])))
+    length = shape[0] if shape else 1
+    for first in range(0, length, step):
+        yield slice(first, min(first + step, length))
+
+
+@dataclass(slots=True, kw_only=True)
+class Difference:
+    """How a tensor came out: elements, those that adapters move, those whose stored value changed,
+    and the square of the norm of the stored difference."""
+
+    numel: int = 0
+    moved: int = 0
+    changed: int = 0
+    square: float = 0.0
+
+
+@dataclass(slots=True)
+class Differences:
+    """Those of all tensors that are changed, by name; filled in by any thread."""
+
+    by_name: dict[str, Difference] = field(default_factory=dict)
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, base: Tensor, total: Tensor, stored: Tensor) -> None:
+        """Count a chunk: wide values before and after, and after as they are stored."""
+        delta = stored.to(base.dtype) - base
+        changed = int(delta.count_nonzero())
+        moved = changed if stored.dtype is total.dtype else int((total != base).count_nonzero())
+        square = float(torch.linalg.vector_norm(delta)) ** 2
+        with self._guard:
+            found = self.by_name.setdefault(name, Difference())
+            found.numel += base.numel()
+            found.moved += max(moved, changed)
+            found.changed += changed
+            found.square += square
+
+
+def edited_group(
+    tensors: Mapping[str, SourceTensor],
+    edits: Mapping[str, Sequence[Edit]],
+    dtypes: Mapping[str, str],
+    differences: Differences,
+) -> Computed:
+    """Output tensors by name, each a tensor of the base with its `edits`, stored in its dtype.
+
+    Made in bands of rows where there is one and all of its edits go row by row.
+    """
+    inputs = dict(tensors)
+    keys: dict[tuple[int, str], str] = {}
+    for tensor in (t for each in edits.values() for e in each for t in e.inputs.values()):
+        keys[id(tensor.source), tensor.name] = f"{len(keys)} {tensor.name}"
+        inputs[keys[id(tensor.source), tensor.name]] = tensor
+
+    def named(edit: Edit, names: Iterable[str]) -> dict[str, str]:
+        return {n: keys[id(edit.inputs[n].source), edit.inputs[n].name] for n in names}
+
+    def factors_of(edit: Edit, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: given[key] for name, key in named(edit, edit.inputs).items()}
+
+    def make(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = {}
+        for name in tensors:
+            base = given[name]
+            started = [edit.start(factors_of(edit, given), base) for edit in edits[name]]
+            made[name] = _edited(name, base, started, dtypes[name], differences)
+        return made
+
+    banded: list[str] = []
+    every = [edit for each in edits.values() for edit in each]
+    if len(tensors) == 1 and all(e.by_rows is not None for e in every):
+        (only,) = tensors.values()
+        by_rows = [k for e in every for k in named(e, e.by_rows or ()).values()]
+        banded = list(dict.fromkeys([*tensors, *by_rows])) if only.shape and only.nbytes else []
+    chunk = max(max(CHUNK_NUMEL, prod(t.shape[1:])) for t in tensors.values())
+    return Computed(
+        inputs=inputs,
+        outputs=tuple(
+            TensorSpec(name=name, dtype=dtypes[name], shape=tensor.shape)
+            for name, tensor in tensors.items()
+        ),
+        make=make,
+        banded=tuple(banded),
+        scratch_nbytes=6 * 4 * chunk,
+    )
+
+
+def _edited(
+    name: str, base: Tensor, started: Sequence[Apply], dtype: str, differences: Differences
+) -> Tensor:
+    out = torch.empty(base.shape, dtype=torch_type(dtype))
+    scalar = base.dim() == 0
+    source, target = (base.reshape(1), out.view(1)) if scalar else (base, out)
+    for rows in chunks(source.shape):
+        before = wide(source[rows])
+        total = before
+        for apply in started:
+            total = apply(before, total, rows)
+        target[rows] = total
+        refuse_overflow(total, target[rows], name)
+        differences.add(name, before, total, target[rows])
+    return out

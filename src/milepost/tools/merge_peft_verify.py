@@ -1,0 +1,98 @@
+"""`--verify`: the merged model against base and adapter, both run by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from milepost.errors import InvalidInputError
+from milepost.tools.merge_peft_config import MergeTask
+
+TOKENS = 24
+TOLERANCE = {"F32": 1e-4, "F64": 1e-4, "F16": 1e-2, "BF16": 5e-2}
+"""The largest norm of the difference of outputs, over that of the outputs, by the dtype of the
+merged weights: what rounding each weight once makes of them."""
+
+
+def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> list[str]:
+    """Run both in fp32 on a few tokens; what is to be told about it.
+
+    `InvalidInputError` when the outputs are further apart than rounding explains, or transformers
+    or peft are not installed. Loads the base and the merged model, one after the other.
+    """
+    try:
+        import transformers
+        from peft import PeftModel
+    except ImportError as error:
+        raise InvalidInputError(
+            f"--verify runs transformers and peft, and {error.name} is not installed; leave it out"
+        ) from error
+    kinds = {
+        MergeTask.CAUSAL_LM: transformers.AutoModelForCausalLM,
+        MergeTask.CLASSIFICATION: transformers.AutoModelForSequenceClassification,
+    }
+    kind: Any = kinds[task]
+    after = kind.from_pretrained(merged, dtype=torch.float32).eval()
+    ids = _tokens(after.config)
+    found = _output(after, ids)
+    labels = {"num_labels": after.config.num_labels} if task is MergeTask.CLASSIFICATION else {}
+    del after
+    model = kind.from_pretrained(base, dtype=torch.float32, **labels)
+    wanted_rows = _rows_of_adapter(adapter)
+    if wanted_rows is not None and wanted_rows != model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(wanted_rows)
+    expected = _output(PeftModel.from_pretrained(model, str(adapter)).eval(), ids)
+    off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    limit = max(TOLERANCE[name] for name in _dtypes(merged))
+    if not off <= limit:
+        raise InvalidInputError(
+            f"the outputs of the merged model differ from those of the adapter by {off:.3g} of "
+            f"their norm, more than rounding explains ({limit:g}); nothing was kept: is the base "
+            "the one that the adapter was trained on?"
+        )
+    return [
+        f"verified on {ids.numel()} tokens: outputs differ from those of the adapter by "
+        f"{off:.3g} of their norm (at most {limit:g})"
+    ]
+
+
+def _tokens(config: Any) -> torch.Tensor:
+    """Ids spread over the vocabulary, in two rows."""
+    text = config.get_text_config()
+    ids = torch.linspace(0, text.vocab_size - 1, TOKENS).long()
+    ids = torch.cat([ids[::2], ids[1::2]]).view(2, -1)
+    padding = getattr(text, "pad_token_id", None)
+    return ids if padding is None else ids.masked_fill(ids == padding, (padding + 1) % 2)
+
+
+def _output(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    if getattr(model.config, "pad_token_id", None) is None:
+        ids = ids[:1]  # a classifier without a padding token takes one row
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids).logits
+    return logits.double()
+
+
+def _rows_of_adapter(adapter: Path) -> int | None:
+    """The rows of an embedding that the adapter brings along."""
+    from milepost.adapters.kinds import adapter_file
+    from milepost.tools.rewrite.source import open_source
+
+    file = adapter_file(adapter)
+    assert file is not None, "the adapter was opened"
+    with open_source(file) as source:
+        rows = (
+            tensor.shape[0]
+            for name, tensor in source.tensors.items()
+            if name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight"))
+        )
+        return next(rows, None)
+
+
+def _dtypes(directory: Path) -> set[str]:
+    from milepost.tools.rewrite.source import open_source
+
+    with open_source(directory) as source:
+        return {tensor.dtype for tensor in source.tensors.values()} & TOLERANCE.keys()

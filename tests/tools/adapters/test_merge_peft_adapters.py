@@ -1,0 +1,442 @@
+"""`merge-peft-adapters` against what peft itself merges, and against what adapters compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from milepost.errors import CheckpointIncompleteError, InvalidInputError
+from milepost.layouts.checkpoint import Checkpoint
+from milepost.tools.merge_peft import Verify, merge_peft_adapters
+from milepost.tools.moe_experts import fuse_moe_experts
+from milepost.tools.rewrite.options import Check, Mode, RewriteOptions
+from tests.tools.adapters.peft_oracle import (
+    ALL_LINEAR,
+    gpt2,
+    gpt_oss,
+    llama,
+    load,
+    merged_by_peft,
+    outputs,
+    qwen3_moe,
+    state,
+    write_adapter,
+    write_base,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft advises on each choice
+QUICK = RewriteOptions(is_durable=False, threads=2)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+BASES = {"llama": llama(), "gpt2": gpt2(), "qwen3_moe": qwen3_moe(), "gpt_oss": gpt_oss()}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    made = {name: write_base(root / name, config) for name, config in BASES.items()}
+    return made | {"tied": write_base(root / "tied", llama(tie_word_embeddings=True))}
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return tensors
+
+
+def closest(merged: Path, wanted: Any) -> float:
+    found, expected = state(load(merged)), state(wanted)
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).abs().max()) for n in expected)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": ALL_LINEAR}),
+    "rank and alpha patterns": (
+        "llama",
+        {
+            "target_modules": ALL_LINEAR,
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "up_proj": 3},
+            "alpha_pattern": {"k_proj": 3},
+            "use_rslora": True,
+        },
+    ),
+    "dora": ("llama", {"use_dora": True}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "tied embedding": ("tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "modules to save": ("llama", {"modules_to_save": ["lm_head", "norm"]}),
+    "rows of tokens": ("llama", {"trainable_token_indices": [3, 7]}),
+    "transposed": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "lora_bias": True},
+    ),
+    "biases": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+    "experts one by one": ("qwen3_moe", {"target_parameters": EXPERTS}),
+    "transposed banks": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_merge_is_that_of_peft(name: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    key, changes = CASES[name]
+    base = bases[key]
+    settings = {**PLAIN, **changes}
+    if "target_parameters" in settings:
+        settings |= {"target_modules": changes.get("target_modules", ["q_proj"])}
+    adapter = write_adapter(tmp_path / "adapter", base, **settings)
+    report = merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    assert closest(tmp_path / "out", merged_by_peft(base, adapter)) < 1e-6
+    before, after = tensors_of(base), tensors_of(tmp_path / "out")
+    changed = {n for n in after if not torch.equal(after[n], before[n])}
+    assert changed == {n for n, each in report.differences.items() if each.changed}
+    for n in changed:
+        wanted = float((after[n] - before[n]).norm())
+        assert report.differences[n].square ** 0.5 == pytest.approx(wanted, rel=1e-4)
+    assert report.counts == {"changed": len(changed)} and changed < after.keys()
+    assert Checkpoint.open(tmp_path / "out").verify().ok
+
+
+@pytest.mark.case("V47")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_merges_to_what_the_adapter_computes(
+    family: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    square, wide = (["o_proj"], ["up_proj"]) if family == "llama" else (["attn.c_proj"], ["c_fc"])
+    transposed: dict[str, Any] = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    for number, modules in enumerate((square, wide)):
+        adapter = write_adapter(
+            tmp_path / f"a{number}",
+            bases[family],
+            **{**PLAIN, "target_modules": modules, "use_dora": True, **transposed},
+        )
+        out = tmp_path / f"out{number}"
+        merge_peft_adapters([adapter], out, verify=Verify.OUTPUTS, options=QUICK)
+        wanted = outputs(PeftModel.from_pretrained(load(bases[family]), str(adapter)))
+        assert torch.allclose(outputs(load(out)), wanted, atol=1e-5)
+
+
+@pytest.mark.case("V46")
+@pytest.mark.parametrize(("flag", "scale"), [(True, 4.0), (False, 2.0)])
+def test_the_scale_is_that_of_the_flag_by_hand(
+    flag: bool, scale: float, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {**PLAIN, "target_modules": ["o_proj"], "use_rslora": flag}
+    adapter = write_adapter(tmp_path / "a", bases["llama"], **settings)
+    file = adapter / "adapter_model.safetensors"
+    save_file({n: torch.ones_like(t).bfloat16() for n, t in load_file(file).items()}, file)
+    merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    wanted = tensors_of(bases["llama"])[name] + scale * 4
+    assert torch.equal(tensors_of(tmp_path / "out")[name], wanted)
+
+
+@pytest.mark.case("V49")
+def test_a_bf16_base_is_rounded_once_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", llama(), torch.bfloat16)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    file = base / "model.safetensors"
+    save_file(tensors_of(base) | {name: torch.ones(16, 16).bfloat16()}, file, {"format": "pt"})
+    settings: dict[str, Any] = {
+        "r": 1,
+        "lora_alpha": 1,
+        "target_modules": ["layers.0.self_attn.o_proj"],
+    }
+    adapter = write_adapter(tmp_path / "a", base, **settings)
+    delta = torch.full((16, 1), 1e-3)
+    delta[:8] = 5e-3
+    prefix = "base_model.model.model.layers.0.self_attn.o_proj"
+    factors = {f"{prefix}.lora_A.weight": torch.ones(1, 16), f"{prefix}.lora_B.weight": delta}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    report = merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    wanted = (torch.ones(16, 16) + delta).bfloat16()
+    assert torch.equal(tensors_of(tmp_path / "out")[name], wanted)
+    assert any("128 of 256 elements" in note for note in report.notes)
+    merge_peft_adapters([adapter], tmp_path / "wide", dtype="float32", options=QUICK)
+    assert torch.equal(tensors_of(tmp_path / "wide")[name], torch.ones(16, 16) + delta)
+    save_file({n: t * 0.01 for n, t in factors.items()}, adapter / "adapter_model.safetensors")
+    with pytest.raises(InvalidInputError, match="change no stored value"):
+        merge_peft_adapters([adapter], tmp_path / "none", options=QUICK)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.case("V48")
+def test_an_adapter_is_not_folded_in_twice(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    adapter = write_adapter(tmp_path / "a", base, **PLAIN)
+    other = write_adapter(tmp_path / "b", base, seed=5, **PLAIN)
+    merge_peft_adapters([adapter], tmp_path / "one", options=QUICK)
+    with pytest.raises(InvalidInputError, match="folded into these weights already"):
+        merge_peft_adapters([adapter], tmp_path / "two", base=tmp_path / "one", options=QUICK)
+    merge_peft_adapters([other], tmp_path / "two", base=tmp_path / "one", options=QUICK)
+    made = Checkpoint.open(tmp_path / "two").info.extra["provenance"]
+    assert [entry["name"] for entry in made["adapters"]] == ["a", "b"]
+    with pytest.raises(InvalidInputError, match="folded into these weights already"):
+        merge_peft_adapters([adapter], tmp_path / "x", base=tmp_path / "two", options=QUICK)
+    with pytest.raises(InvalidInputError, match="more than once"):
+        merge_peft_adapters([adapter, adapter], tmp_path / "x", options=QUICK)
+    assert json.loads((tmp_path / "one/original_adapter_config/adapter_config.json").read_bytes())
+
+
+@pytest.mark.case("V50")
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "base_model.model.",
+        "base_model.model.model.model.",
+        "base_model.model.language_model.model.",
+        "base_model.model.model.language_model.",
+        "model.",
+    ],
+)
+def test_prefixes_of_other_writers_find_their_tensors(
+    prefix: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", bases["llama"], **PLAIN)
+    merge_peft_adapters([adapter], tmp_path / "plain", options=QUICK)
+    file = adapter / "adapter_model.safetensors"
+    renamed = {n.replace("base_model.model.model.", prefix): t for n, t in load_file(file).items()}
+    save_file(renamed, file)
+    merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    found, wanted = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "plain")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.case("V50")
+def test_a_tensor_without_a_place_refuses_the_merge_and_both_sides_are_listed(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", bases["llama"], **PLAIN)
+    file = adapter / "adapter_model.safetensors"
+    factors = load_file(file)
+    one_more = {n.replace("layers.1", "layers.7"): t.clone() for n, t in factors.items()}
+    save_file(factors | one_more, file)
+    with pytest.raises(InvalidInputError, match=r"layers\.7.*the base .* has") as caught:
+        merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    assert "4 of its 12 tensors" in str(caught.value)
+    half = {n: t for n, t in factors.items() if "layers.0.self_attn.q_proj.lora_B" not in n}
+    save_file(half, file)
+    with pytest.raises(InvalidInputError, match="no lora_B"):
+        merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.case("V51")
+@pytest.mark.parametrize("multiple", [None, 8])
+def test_new_tokens_come_along_with_their_rows_and_their_tokenizer(
+    multiple: int | None, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = load(bases["llama"])
+    model.resize_token_embeddings(44, pad_to_multiple_of=multiple)
+    rows = 48 if multiple else 44
+    adapted = get_peft_model(
+        model, LoraConfig(**PLAIN, modules_to_save=["embed_tokens", "lm_head"])
+    )
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(tmp_path / "a")
+    (tmp_path / "a/tokenizer.json").write_text("{}")
+    report = merge_peft_adapters([tmp_path / "a"], tmp_path / "out", options=QUICK)
+    assert torch.allclose(outputs(load(tmp_path / "out")), outputs(adapted), atol=1e-5)
+    assert load(tmp_path / "out").config.vocab_size == rows
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert any("vocab_size: 40 became" in note for note in report.notes)
+
+
+@pytest.mark.case("V52")
+def test_a_tie_holds_only_while_head_and_embedding_are_the_same(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {**PLAIN, "modules_to_save": ["embed_tokens", "lm_head"]}
+    adapter = write_adapter(tmp_path / "a", bases["tied"], **settings)
+    file = adapter / "adapter_model.safetensors"
+    held = load_file(file)
+    head, embedding = (
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.embed_tokens.weight",
+    )
+    held[head] = held[embedding] + 1
+    save_file(held, file)
+    merge_peft_adapters([adapter], tmp_path / "apart", options=QUICK)
+    found = tensors_of(tmp_path / "apart")
+    assert torch.equal(found["lm_head.weight"], held[head])
+    assert torch.equal(state(load(tmp_path / "apart"))["lm_head.weight"], held[head])
+    assert json.loads((tmp_path / "apart/config.json").read_bytes())["tie_word_embeddings"] is False
+    save_file(held | {head: held[embedding].clone()}, file)
+    merge_peft_adapters([adapter], tmp_path / "same", options=QUICK)
+    assert "lm_head.weight" not in tensors_of(tmp_path / "same")
+    save_file({n: t for n, t in held.items() if n != head}, file)
+    merge_peft_adapters([adapter], tmp_path / "one", options=QUICK)
+    found = tensors_of(tmp_path / "one")
+    assert torch.equal(found["model.embed_tokens.weight"], held[embedding])
+    wanted = tensors_of(bases["tied"])["model.embed_tokens.weight"]
+    assert torch.equal(found["lm_head.weight"], wanted)
+
+
+def test_factors_of_a_tied_embedding_fold_into_one_tensor_or_keep_the_head_apart(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {**PLAIN, "target_modules": ["embed_tokens"]}
+    adapter = write_adapter(tmp_path / "a", bases["tied"], **settings)
+    merge_peft_adapters(
+        [adapter], tmp_path / "apart", tied="separate", verify=Verify.OUTPUTS, options=QUICK
+    )
+    adapted = PeftModel.from_pretrained(load(bases["tied"]), str(adapter))
+    assert torch.allclose(outputs(load(tmp_path / "apart")), outputs(adapted), atol=1e-5)
+    with pytest.raises(InvalidInputError, match="more than rounding explains"):
+        merge_peft_adapters([adapter], tmp_path / "x", verify=Verify.OUTPUTS, options=QUICK)
+    assert not (tmp_path / "x").exists()
+
+
+def test_several_adapters_add_up_with_their_weights(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    one = write_adapter(tmp_path / "a", base, **PLAIN)
+    two = write_adapter(tmp_path / "b", base, seed=3, **{**PLAIN, "r": 2, "use_dora": True})
+    merge_peft_adapters([f"{one}:0.5", f"{two}:0.25"], tmp_path / "out", options=QUICK)
+    start = state(load(base))
+    parts = [(state(merged_by_peft(base, each)), w) for each, w in ((one, 0.5), (two, 0.25))]
+    found = state(load(tmp_path / "out"))
+    for name, value in start.items():
+        wanted = value + sum(w * (merged[name] - value) for merged, w in parts)
+        assert torch.allclose(found[name], wanted, atol=1e-5), name
+
+
+def test_banks_that_lie_fused_on_disk_get_the_same_values(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases["qwen3_moe"]
+    settings = {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    adapter = write_adapter(tmp_path / "a", base, **settings)
+    fuse_moe_experts(base, tmp_path / "fused", options=QUICK)
+    merge_peft_adapters([adapter], tmp_path / "single", options=QUICK)
+    merge_peft_adapters([adapter], tmp_path / "out", base=tmp_path / "fused", options=QUICK)
+    fuse_moe_experts(tmp_path / "single", tmp_path / "again", options=QUICK)
+    found, wanted = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "again")
+    assert all(torch.allclose(found[name], wanted[name], atol=1e-6) for name in wanted)
+    name = "model.layers.0.mlp.experts"
+    pair = {
+        f"base_model.model.{name}.2.up_proj.lora_A.weight": torch.randn(4, 16),
+        f"base_model.model.{name}.2.up_proj.lora_B.weight": torch.randn(12, 4),
+    }
+    save_file(pair, adapter / "adapter_model.safetensors")
+    for key, place in (("old", base), ("older", tmp_path / "fused")):
+        merge_peft_adapters([adapter], tmp_path / key, base=place, options=QUICK)
+    single = tensors_of(tmp_path / "old")[f"{name}.2.up_proj.weight"]
+    fused = tensors_of(tmp_path / "older")[f"{name}.gate_up_proj"]
+    assert torch.equal(fused[2, 12:], single)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_factors_of_expert_parallel_runs_merge(
+    fused: bool, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases["qwen3_moe"]
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    config = {
+        "peft_type": "EXPERT_LORA",
+        "r": 2,
+        "lora_alpha": 6,
+        "expert_projections": ["down_proj"],
+        "base_model_name_or_path": str(base),
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    name = "model.layers.1.mlp.experts"
+    a, b = torch.randn(4, 12, 2), torch.randn(4, 2, 16)
+    factors = {f"{name}.down_proj.lora_A": a, f"{name}.down_proj.lora_B": b}
+    save_file(factors, adapter / "adapter_model.safetensors")
+    given = None
+    if fused:
+        given = tmp_path / "fused"
+        fuse_moe_experts(base, given, options=QUICK)
+    merge_peft_adapters([adapter], tmp_path / "out", base=given, options=QUICK)
+    found, before = tensors_of(tmp_path / "out"), tensors_of(base)
+    for expert in range(4):
+        key = f"{name}.{expert}.down_proj.weight"
+        wanted = before[key] + 3.0 * (a[expert] @ b[expert]).T
+        own = found[f"{name}.down_proj"][expert] if fused else found[key]
+        assert torch.allclose(own, wanted, atol=1e-5)
+
+
+def test_a_classifier_has_the_head_that_was_trained(bases: dict[str, Path], tmp_path: Path) -> None:
+    kind = AutoModelForSequenceClassification
+    settings = {**PLAIN, "task_type": "SEQ_CLS"}
+    adapter = write_adapter(tmp_path / "a", bases["llama"], kind=kind, **settings)
+    options = RewriteOptions(is_durable=False, check=Check.LOAD)
+    report = merge_peft_adapters([adapter], tmp_path / "out", num_labels=2, options=options)
+    wanted = merged_by_peft(bases["llama"], adapter, kind=kind)
+    found = load(tmp_path / "out", kind=kind)
+    assert torch.allclose(outputs(found), outputs(wanted), atol=1e-5)
+    assert found.config.architectures == ["LlamaForSequenceClassification"]
+    assert report.dropped == {"lm_head.weight": "a classifier has no language head"}
+    with pytest.raises(InvalidInputError, match="--task classification"):
+        merge_peft_adapters([adapter], tmp_path / "x", task="causal_lm", options=QUICK)
+    with pytest.raises(InvalidInputError, match="has 2 labels"):
+        merge_peft_adapters([adapter], tmp_path / "x", num_labels=3, options=QUICK)
+
+
+def test_sidecars_beside_the_adapter_are_applied_and_come_along(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = write_adapter(
+        tmp_path / "a", bases["gpt_oss"], **{**PLAIN, "target_modules": ["q_proj"]}
+    )
+    (adapter / "training_provenance.json").write_text('{"gpt_oss_attention_sinks": "neutralized"}')
+    report = merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    found = tensors_of(tmp_path / "out")
+    assert bool((found["model.layers.0.self_attn.sinks"] == -1e4).all())
+    assert any("sinks neutralised" in note for note in report.notes)
+    assert (tmp_path / "out/training_provenance.json").is_file()
+    assert Checkpoint.open(tmp_path / "out").manifest.needs == ["training_provenance.json"]  # type: ignore[attr-defined]
+
+
+REFUSED = {
+    "init_lora_weights": "pissa",
+    "alora_invocation_tokens": [1, 2],
+    "layer_replication": [[0, 2], [0, 2]],
+    "peft_type": "LOHA",
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_no_plain_difference_is_refused_by_name(
+    field: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", bases["llama"], **PLAIN)
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), field: REFUSED[field]}))
+    with pytest.raises(InvalidInputError, match=field):
+        merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+
+
+def test_bases_that_are_quantised_missing_or_of_another_shape_are_refused(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "a", bases["llama"], **PLAIN)
+    quantised = write_base(tmp_path / "q", llama())
+    document = json.loads((quantised / "config.json").read_bytes())
+    document["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (quantised / "config.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidInputError, match=r"quantised \(bitsandbytes\).*16-bit"):
+        merge_peft_adapters([adapter], tmp_path / "out", base=quantised, options=QUICK)
+    larger = write_base(tmp_path / "l", llama(intermediate_size=32))
+    dry = RewriteOptions(mode=Mode.DRY_RUN)
+    report = merge_peft_adapters([adapter], tmp_path / "out", base=larger, options=dry)
+    assert len(report.problems) == 2 and all("another model" in p for p in report.problems)
+    config = adapter / "adapter_config.json"
+    named = {**json.loads(config.read_bytes()), "base_model_name_or_path": "nobody/nothing"}
+    config.write_text(json.dumps(named))
+    with pytest.raises(InvalidInputError, match="nobody/nothing is neither"):
+        merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    config.unlink()
+    with pytest.raises(CheckpointIncompleteError, match=r"adapter_config\.json: not there"):
+        merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
