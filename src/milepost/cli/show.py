@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.checkpointing.phases_text import phases_text
 from milepost.cli.answer import Answer
+from milepost.cli.show_advice import Advice, advice_of, foreign_slices
 from milepost.cli.text import age, counted, human, metrics_text, number, pairs, table
 from milepost.errors import CheckpointError
 from milepost.layouts.checkpoint import Checkpoint, TensorInfo
@@ -32,13 +33,14 @@ class Detail(Enum):
 def show_answer(path: Path, *, detail: Detail = Detail.SUMMARY) -> Answer:
     """Describe the checkpoint at `path`."""
     checkpoint = Checkpoint.open(path)
-    document = _document(checkpoint)
+    advice = advice_of(checkpoint, _weights(checkpoint))
+    document = {**_document(checkpoint), "advice": advice.document()}
     if detail is Detail.TENSORS:
         document["tensors"] = [
             *(_tensor(*item, "weights") for item in _weights(checkpoint).items()),
             *(_tensor(*item, "state") for item in _state_tensors(checkpoint).items()),
         ]
-    return Answer(document=document, show=partial(_show, document=document))
+    return Answer(document=document, show=partial(_show, document=document, advice=advice))
 
 
 def _document(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -77,7 +79,8 @@ def _weights(checkpoint: Checkpoint) -> Mapping[str, TensorInfo]:
     """What lies in the files, slices per rank as well."""
     if isinstance(checkpoint, DirectoryCheckpoint):
         return checkpoint.weights().listed if checkpoint.manifest.models else {}
-    return checkpoint.tensors()
+    slices = foreign_slices(checkpoint)
+    return checkpoint.tensors() if slices is None else slices.listed
 
 
 def _by_role(checkpoint: Checkpoint) -> dict[str, int]:
@@ -169,9 +172,10 @@ def _tensor(name: str, info: TensorInfo, role: str) -> dict[str, Any]:
 # ---- for people
 
 
-def _show(console: Console, *, document: dict[str, Any]) -> None:
+def _show(console: Console, *, document: dict[str, Any], advice: Advice) -> None:
     console.print(str(document["path"]), style="bold", soft_wrap=True)
-    pairs(console, [*_identity(document), *_content(document), *_origin(document)])
+    hub = ("hub", advice.line)
+    pairs(console, [*_identity(document), *_content(document), hub, *_origin(document)])
     for problem in document["problems"]:
         console.print(f"problem: {problem}", style="red", soft_wrap=True)
     if document.get("tensors") is not None:

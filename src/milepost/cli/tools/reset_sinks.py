@@ -33,12 +33,13 @@ def reset_sinks(
     """Make attention sinks ineffective; no other byte of the weights changes."""
     from milepost.tools.reset_sinks import Place
     from milepost.tools.reset_sinks import reset_sinks as run
-    from milepost.tools.rewrite.options import Untouched
+    from milepost.tools.rewrite.options import Mode, Untouched
 
+    looks_only = options.mode is Mode.DRY_RUN and output_dir is None
     return run(
         input_dir,
         output_dir,
-        place=Place.IN_PLACE if in_place else Place.OUTPUT,
+        place=Place.IN_PLACE if in_place or looks_only else Place.OUTPUT,
         untouched=Untouched.LINK if link else None,
         options=options,
     )
