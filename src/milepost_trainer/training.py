@@ -191,12 +191,12 @@ class Run:
             self.state_without_optimizers() if only_model else self.state(),
             metrics=metrics,
             epoch=self.batches.epoch,
-            processing_class=self.task.processing_class,
+            processing_class=self.tokenizer,
             rng=mp.Rng.LEAVE_OUT if only_model else mp.Rng.INCLUDE,
             max_shard_size=self.config.save_max_shard_size,
             sidecars=self._sidecars(),
             adapters=self._adapters,
-            documents=self.task.documents(),
+            documents={**self.task.model_files(), **self.task.documents()},
         )
         for note in report.notes:
             logger.info("%s", note)
@@ -239,11 +239,12 @@ class Run:
             manager.directory / BEST,
             {"model": self.model.model},
             step=report.step or 0,
-            processing_class=self.task.processing_class,
+            processing_class=self.tokenizer,
             rng=mp.Rng.LEAVE_OUT,
             max_shard_size=self.config.save_max_shard_size,
             sidecars=self._sidecars(),
             adapters=self._adapters,
+            documents=self.task.model_files(),
         )
 
     def _restore_random(self, report: mp.LoadReport, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import milepost as mp
 from milepost.tools.export import export_checkpoint
 from milepost_trainer.balancing import SIDECAR, SLOT, RouterBalancing
 from milepost_trainer.config import ConfigError
+from milepost_trainer.sinks import KEY
+from milepost_trainer.sinks import SIDECAR as PROVENANCE
 from milepost_trainer.training import train
 from tests.states import same
+from tests.trainer.test_sinks import GPT_OSS
 from tests.trainer.yaml_runs import (
     END,
     MOE,
@@ -174,6 +178,31 @@ def test_an_export_carries_the_biases_and_one_without_them_is_refused(
     (checkpoint / SIDECAR).unlink()
     with pytest.raises(mp.errors.CheckpointError, match=SIDECAR):
         export_checkpoint(checkpoint, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("changes", "also"),
+    [
+        (TRANSIENT, {}),
+        (NATIVE, {}),
+        ({**TRANSIENT, "model_config": GPT_OSS, "sinks": "live"}, {KEY: "live"}),
+    ],
+    ids=["transient", "native", "beside-sinks"],
+)
+def test_a_balanced_run_states_its_mode_in_its_provenance(
+    changes: dict[str, Any], also: dict[str, str], text: Path, tmp_path: Path
+) -> None:
+    train(config_of(tmp_path, text, max_steps=1, **changes))
+    checkpoint = tmp_path / "checkpoint-1"
+    provenance = json.loads((checkpoint / PROVENANCE).read_text())
+    assert provenance == {**also, "router_balancing": changes["moe_balancing"]}
+    manifest = json.loads((checkpoint / "milepost.json").read_text())
+    assert {PROVENANCE, SIDECAR} <= {*manifest["needs"]}
+
+
+def test_a_run_that_is_not_balanced_states_nothing(text: Path, tmp_path: Path) -> None:
+    train(config_of(tmp_path, text, max_steps=1, model_config=MOE))
+    assert not (tmp_path / "checkpoint-1" / PROVENANCE).exists()
 
 
 def test_biases_of_another_shape_are_refused(text: Path, tmp_path: Path) -> None:

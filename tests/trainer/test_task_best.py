@@ -13,6 +13,7 @@ from milepost_trainer.config import ConfigError
 from milepost_trainer.training import BEST, Run, train
 from tests.states import same
 from tests.trainer.task_runs import history, run_task, task_config, write_lines
+from tests.trainer.yaml_runs import LLAMA, MOE
 
 # Of the loss, which falls, more: so that it is not the last checkpoint that is the best.
 MOST_LOSS: dict[str, Any] = {
@@ -59,12 +60,22 @@ def test_a_run_that_is_evaluated_has_the_weights_of_one_that_is_not(
     assert [*evaluations(tmp_path / "b" / "checkpoint-6")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("mesh", ["", pytest.param("dp_shard2", marks=pytest.mark.slow), "tp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *("", "tp2"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ("dp_shard2", "cp2", "dp_shard2 tp2", "dp_shard2 ep2", "cp2 ep2")
+        ),
+    ],
+)
 def test_the_best_weights_by_the_evaluation_are_left_at_the_end(
     mesh: str, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     lines, held_out = files
-    end = run_task(tmp_path, lines, "sft", mesh, eval_files=[str(held_out)], **MOST_LOSS)
+    changes = {**MOST_LOSS, "model_config": MOE if "ep" in mesh else LLAMA}
+    end = run_task(tmp_path, lines, "sft", mesh, eval_files=[str(held_out)], **changes)
     seen = evaluations(end)
     best = max(seen, key=lambda step: seen[step])
     assert sorted(seen) == [2, 4, 6] and best != 6

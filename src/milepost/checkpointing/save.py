@@ -14,7 +14,7 @@ from milepost.checkpointing.lineage import Lineage
 from milepost.checkpointing.linking import Unchanged
 from milepost.checkpointing.save_prepare import Rng, SaveKeywords, prepare_save
 from milepost.checkpointing.save_report import SaveReport
-from milepost.checkpointing.sidecars import Sidecars
+from milepost.checkpointing.sidecars import Documents, Sidecars
 from milepost.checkpointing.target import OnExisting
 from milepost.checkpointing.world import converse
 from milepost.engine.write import WriteOptions
@@ -43,7 +43,7 @@ def save(
     weight_files: WeightFiles = WeightFiles.AUTO,
     fingerprint: Stated = None,
     sidecars: Sidecars | None = None,
-    documents: Mapping[str, bytes] | None = None,
+    documents: Documents | None = None,
     copies: Copies = Copies.ONE,
     lineage: Lineage | None = None,
     options: WriteOptions | None = None,

@@ -21,7 +21,7 @@ from milepost.checkpointing.numbers import plain_epoch, plain_metrics
 from milepost.checkpointing.provenance import exactness, provenance, writer
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.save_run import SaveRun
-from milepost.checkpointing.sidecars import Sidecars, sidecar_files, with_documents
+from milepost.checkpointing.sidecars import Documents, Sidecars, sidecar_files, with_documents
 from milepost.checkpointing.stage_ties import stage_ties
 from milepost.checkpointing.target import OnExisting, check_step
 from milepost.checkpointing.topology import fingerprint_of_save
@@ -59,7 +59,7 @@ class SaveKeywords(TypedDict, total=False):
     weight_files: WeightFiles
     fingerprint: Stated
     sidecars: Sidecars | None
-    documents: Mapping[str, bytes] | None
+    documents: Documents | None
     copies: Copies
     lineage: Lineage | None
     options: WriteOptions | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from milepost.layouts.archive_write import archive_bytes
 
 Sidecars: TypeAlias = Mapping[str, bytes | Mapping[str, Tensor]]
 """Content by file name: bytes as they are, or tensors by name for a `.pt` file."""
+
+Documents: TypeAlias = Mapping[str, bytes | Mapping[str, Any]]
+"""Content by name: bytes as they are, or plain containers and tensors for a `.pt` file."""
 
 _DIRECTORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _OWN_DIRECTORIES = ("training", "resume_adapter")
@@ -32,7 +35,7 @@ def sidecar_files(sidecars: Sidecars, planned: Iterable[str]) -> list[PlannedFil
 
 
 def with_documents(
-    files: Sequence[PlannedFile], documents: Mapping[str, bytes], planned: Iterable[str]
+    files: Sequence[PlannedFile], documents: Documents, planned: Iterable[str]
 ) -> list[PlannedFile]:
     """`files` and the documents, each in place of the one of its name, if there is one.
 
@@ -40,7 +43,7 @@ def with_documents(
     """
     own = {file.name: file for file in files}
     taken = {*planned, MANIFEST_NAME, *(name for name, file in own.items() if file.role != "info")}
-    for name, data in documents.items():
+    for name, content in documents.items():
         directory, _, last = name.rpartition("/")
         is_plain = directory == "" or _DIRECTORY.fullmatch(directory)
         if not is_plain or directory in _OWN_DIRECTORIES:
@@ -48,9 +51,10 @@ def with_documents(
                 f"document {name!r}: expected a file name, or a directory beside the weights and "
                 "a file name"
             )
-        _check_name(last, set(), is_bytes=True)
+        _check_name(last, set(), is_bytes=isinstance(content, bytes))
         if name in taken:
             raise InvalidInputError(f"document {name}: the checkpoint has a file of this name")
+        data = content if isinstance(content, bytes) else archive_bytes(dict(content))
         own[name] = document_file(name, data, "info")
     return list(own.values())
 

@@ -18,7 +18,7 @@ from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.save_async import Overlap
 from milepost.checkpointing.save_prepare import Rng
 from milepost.checkpointing.save_report import SaveReport
-from milepost.checkpointing.sidecars import Sidecars
+from milepost.checkpointing.sidecars import Documents, Sidecars
 from milepost.checkpointing.target import OnExisting
 from milepost.engine.host_buffers import HostBuffers
 from milepost.engine.write import WriteOptions
@@ -243,7 +243,7 @@ class CheckpointManager(StepCalls, EpochCalls, Generic[Saved]):
         on_existing: OnExisting = OnExisting.ERROR,
         max_shard_size: int | str = DEFAULT_PART_NBYTES,
         sidecars: Sidecars | None = None,
-        documents: Mapping[str, bytes] | None = None,
+        documents: Documents | None = None,
         adapters: Adapters = Adapters.ALONE,
         unchanged: Unchanged = Unchanged.LINK_VERIFIED,
     ) -> Saved:

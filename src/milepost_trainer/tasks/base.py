@@ -57,14 +57,13 @@ class Task(ABC):
         """Further entries of the state to save and to fill."""
         return {}
 
-    def documents(self) -> dict[str, bytes]:
-        """Further files of a checkpoint, by name."""
+    def documents(self) -> dict[str, Any]:
+        """Further files that a resume wants of a checkpoint, by name."""
         return {}
 
-    @property
-    def processing_class(self) -> Any:
-        """What is saved with the model so that others can use it."""
-        return self.tokenizer
+    def model_files(self) -> dict[str, bytes]:
+        """Further files that others need to use the model, by name."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,11 @@ class Embedding(LossTask):
     def read(config: TrainerConfig, files: Sequence[str], tokenizer: Any) -> Samples:
         return rows.embedding_samples(files, tokenizer, config.max_seq_length)
 
-    @property
-    def processing_class(self) -> Any:
+    def model_files(self) -> dict[str, bytes]:
+        """What makes a pipeline of SentenceTransformer of it, in the spelling of every release."""
         hidden = self.model.configs[0].hidden_size
-        return Pipeline(self.tokenizer, self.config.max_seq_length, hidden, self._normalized)
+        found = _pipeline(self.config.max_seq_length, hidden, normalized=self._normalized)
+        return {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in found}
 
     def outcome(self, batch: Batch) -> Outcome:
         pooled = self._pooled(*(batch[key].flatten(0, 1) for key in ("input_ids", "labels")))
@@ -65,49 +66,34 @@ class Embedding(LossTask):
         return total / counted.sum(dim=1, keepdim=True).to(total)
 
 
-class Pipeline:
-    """Saves a tokenizer, and what SentenceTransformer needs to know beside it."""
-
-    def __init__(self, tokenizer: Any, length: int, hidden: int, normalized: bool) -> None:
-        self._inner, self._length, self._hidden = tokenizer, length, hidden
-        self._modules = ["Transformer", "Pooling", *(["Normalize"] if normalized else [])]
-        self.chat_template = getattr(tokenizer, "chat_template", None)
-
-    def save_pretrained(self, directory: str) -> None:
-        """Writes into `directory`, in the spelling that every release of the library reads."""
-        self._inner.save_pretrained(directory)
-        for name, document in self._documents().items():
-            path = Path(directory) / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-    def _documents(self) -> dict[str, Any]:
-        modules = [
+def _pipeline(length: int, hidden: int, *, normalized: bool) -> Iterator[tuple[str, Any]]:
+    """The files of a transformer, mean pooling and, if `normalized`, a normalization."""
+    modules = ["Transformer", "Pooling", *(["Normalize"] if normalized else [])]
+    yield (
+        MODULES,
+        [
             {
                 "idx": number,
                 "name": str(number),
                 "path": f"{number}_{name}" if number else "",
                 "type": f"sentence_transformers.models.{name}",
             }
-            for number, name in enumerate(self._modules)
-        ]
-        documents: dict[str, Any] = {
-            MODULES: modules,
-            "sentence_bert_config.json": {
-                "max_seq_length": self._length,
-                "do_lower_case": False,
-            },
-            "1_Pooling/config.json": {
-                "word_embedding_dimension": self._hidden,
-                "pooling_mode_cls_token": False,
-                "pooling_mode_mean_tokens": True,
-                "pooling_mode_max_tokens": False,
-                "pooling_mode_mean_sqrt_len_tokens": False,
-            },
-        }
-        if "Normalize" in self._modules:
-            documents["2_Normalize/config.json"] = {}
-        return documents
+            for number, name in enumerate(modules)
+        ],
+    )
+    yield "sentence_bert_config.json", {"max_seq_length": length, "do_lower_case": False}
+    yield (
+        "1_Pooling/config.json",
+        {
+            "word_embedding_dimension": hidden,
+            "pooling_mode_cls_token": False,
+            "pooling_mode_mean_tokens": True,
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+        },
+    )
+    if normalized:
+        yield "2_Normalize/config.json", {}
 
 
 def _has_normalize(base: Path) -> bool:

@@ -8,7 +8,6 @@ checkpoint as `reference_logps.pt`.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from abc import abstractmethod
 from collections.abc import Callable
@@ -40,7 +39,7 @@ class Reference:
         self.settings = reference_settings(config)
         self._saved_settings = self.settings
         self._model = None if config.precompute_reference_logps else self._build()
-        self._document: bytes | None = None
+        self._document: dict[str, Any] | None = None
 
     def _build(self) -> ParallelModel:
         return build_model(self._config, self._vocabulary, role=Role.FROZEN)
@@ -58,7 +57,7 @@ class Reference:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._saved_settings = state["settings"]
 
-    def documents(self) -> dict[str, bytes]:
+    def documents(self) -> dict[str, Any]:
         """`reference_logps.pt`, when scores are computed before the training."""
         return {} if self._document is None else {REFERENCE_FILE: self._document}
 
@@ -75,9 +74,7 @@ class Reference:
             _check_table(table, self.settings, splits)
         how = "computed with" if table is None else "restored, of"
         table = table or self._computed(splits)
-        buffer = io.BytesIO()
-        torch.save(table, buffer)
-        self._document = buffer.getvalue()
+        self._document = table
         for name, batches in splits.items():
             scores = table["splits"][name]["scores"]
             batches.samples = batches.samples.with_others(**{COLUMN: scores})
@@ -118,7 +115,7 @@ class ReferenceTask(LossTask):
     def state(self) -> dict[str, Any]:
         return {"reference": self.reference}
 
-    def documents(self) -> dict[str, bytes]:
+    def documents(self) -> dict[str, Any]:
         return self.reference.documents()
 
 

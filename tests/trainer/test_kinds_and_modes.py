@@ -1,0 +1,203 @@
+"""Every kind of checkpoint on every mode: saved, resumed exactly, taken over, loaded by others.
+
+The names of the cases are the cells of docs/guides/kinds-and-modes.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import milepost as mp
+from tests.states import same
+from tests.trainer.head_runs import HEADS, LABELS
+from tests.trainer.kind_runs import (
+    CELLS,
+    KINDS,
+    MODES,
+    REFUSED,
+    REFUSED_BY_PEFT,
+    WITH_ADAPTERS,
+    Runs,
+    checks_of,
+    family_of,
+    name_of,
+    shapes_of,
+)
+from tests.trainer.lora_runs import adapter_of, live_logits, logits_of, token_ids
+from tests.trainer.runs import assert_equal
+from tests.trainer.yaml_runs import END, SAVED, contents, look, ranks_of, yaml_of
+from tests.trainer.yaml_runs import _train as train_rank
+from tests.worlds import run_outcomes
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:sentence_transformers.*"),
+]
+
+QUICK = {
+    *(("merged", "fsdp2", check) for check in checks_of("merged", "fsdp2")),
+    ("classifier", "tp", "exact"),
+    ("experts", "tp", REFUSED),
+}
+STOCK = {"reward": AutoModelForSequenceClassification, "full": AutoModelForCausalLM}
+LEVELS = ("resharded", "exact-state")  # the latter where ranks hold alike: DDP and one process
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def case_of(kind: str, mode: str, check: str) -> Any:
+    marks = () if (kind, mode, check) in QUICK else pytest.mark.slow
+    return pytest.param(kind, mode, check, id=name_of(kind, mode, check), marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "mode", "check"), [case_of(*cell) for cell in CELLS])
+def test_a_kind_of_checkpoint_on_a_mode(kind: str, mode: str, check: str, runs: Runs) -> None:
+    _CHECKS[check](runs, kind, mode)
+
+
+# ---- saved
+
+
+def is_what_one_process_writes(runs: Runs, kind: str, mode: str) -> None:
+    """Intact, of its kind, and whole: no tensor is a rank's part of one."""
+    checkpoint = runs.of(kind, mode) / f"checkpoint-{END}"
+    alone = runs.of(kind, "one", family_of(kind, mode)) / f"checkpoint-{END}"
+    assert mp.Checkpoint.open(checkpoint).verify().problems == ()
+    assert mp.checkpoint_kind(checkpoint) is KINDS[kind]
+    assert shapes_of(checkpoint, kind) == shapes_of(alone, kind)
+
+
+# ---- resumed
+
+
+def ends_with_the_bits_of_a_run_that_never_stopped(runs: Runs, kind: str, mode: str) -> None:
+    if kind in HEADS:
+        resumed = runs.resumed(kind, mode, on=mode)
+        for (level, after), before in zip(resumed, runs.seen(kind, mode), strict=True):
+            assert level == "exact"
+            assert after.losses == before.losses and same(after.end, before.end)
+            assert not same(before.saved, before.end)
+        return
+    end = runs.of(kind, mode) / f"checkpoint-{END}"
+    resumed_end = runs.train(runs.begun(kind, mode), kind, mode, family_of(kind, mode))
+    assert same(contents(resumed_end), contents(end))
+    if kind in WITH_ADAPTERS:
+        assert same(adapter_of(resumed_end), adapter_of(end))
+        first = adapter_of(end.with_name(f"checkpoint-{SAVED}"))
+        assert not any(torch.equal(first[name], value) for name, value in adapter_of(end).items())
+
+
+def is_taken_over_with_the_same_values(runs: Runs, kind: str, mode: str) -> None:
+    """By one process; what one process left, by two of FSDP2."""
+    other = "fsdp2" if mode == "one" else "one"
+    if kind in HEADS:
+        before = runs.seen(kind, mode)[0]
+        for level, after in runs.resumed(kind, mode, on=other):
+            assert level in LEVELS
+            assert_equal(after.saved, before.saved)
+            assert after.losses == pytest.approx(before.losses, abs=2e-4)
+        return
+    changes = runs.changes(kind, family_of(kind, mode))
+    begun = runs.begun(kind, mode)
+    checkpoint = begun / f"checkpoint-{SAVED}"
+    moments = contents(checkpoint)["state"]["optimizer"]["tensors"]
+    for found in look(begun, runs.samples(kind), MODES[other], **changes):
+        assert found["step"] == SAVED and found["level"] in LEVELS, found["notes"]
+        held = {n: t for n, t in found["moments"].items() if not n.endswith(".step")}
+        assert same(dict(sorted(held.items())), dict(sorted(moments.items())))
+        if kind in WITH_ADAPTERS:
+            learning = {name: t for name, t in found["weights"].items() if "lora_" in name}
+            assert same(by_bits(learning), by_bits(adapter_of(checkpoint)))
+        else:
+            stock = dict(STOCK[kind].from_pretrained(checkpoint).named_parameters())
+            assert found["weights"].keys() == stock.keys()
+            assert_equal(found["weights"], stock)
+
+
+def by_bits(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors in an order that does not depend on how they are called."""
+    return sorted(tensors.values(), key=lambda t: (tuple(t.shape), t.flatten().tolist()))
+
+
+# ---- loaded by others
+
+
+def loads_where_people_load_it(runs: Runs, kind: str, mode: str) -> None:
+    checkpoint = runs.of(kind, mode) / f"checkpoint-{END}"
+    if kind in HEADS:
+        loads_with_its_head(runs, kind, mode, checkpoint)
+        return
+    changes = runs.changes(kind, family_of(kind, mode))
+    live = live_logits(checkpoint.parent, runs.samples(kind), **changes)
+    match kind:
+        case "adapter":
+            base = AutoModelForCausalLM.from_pretrained(runs.base(family_of(kind, mode)))
+            found = logits_of(PeftModel.from_pretrained(base, checkpoint))
+        case "embedding":
+            sentences: Any = SentenceTransformer(str(checkpoint), device="cpu")
+            assert sentences.encode(["1+1="]).shape == (1, live.shape[-1])
+            with torch.no_grad():
+                found = sentences[0].auto_model.eval()(token_ids()).last_hidden_state
+        case "reward":
+            stock = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+            found, live = logits_of(stock), live[:, -1:]
+        case _:
+            found = logits_of(AutoModelForCausalLM.from_pretrained(checkpoint))
+    assert found.shape == live.shape
+    assert torch.allclose(found, live, rtol=1e-4, atol=1e-4)
+
+
+def loads_with_its_head(runs: Runs, kind: str, mode: str, checkpoint: Path) -> None:
+    """transformers has the classifier; a value head is beside what it loads, in the same files."""
+    values = runs.seen(kind, mode)[0].end
+    if kind == "classifier":
+        stock = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+        assert stock.config.num_labels == LABELS
+    else:
+        stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+        head = mp.Checkpoint.open(checkpoint).read("v_head.weight")
+        assert torch.equal(head, values["v_head.weight"])
+    params = dict(stock.named_parameters())
+    assert {"score.weight", "lm_head.weight"} & params.keys()
+    assert_equal(params, values)
+
+
+def is_refused_by_peft(runs: Runs, kind: str, mode: str) -> None:
+    checkpoint = runs.of(kind, mode) / f"checkpoint-{END}"
+    base = AutoModelForCausalLM.from_pretrained(runs.base(family_of(kind, mode)))
+    with pytest.raises((ValueError, KeyError), match="LORA_WITH_EP_EXPERT_LORA"):
+        PeftModel.from_pretrained(base, checkpoint)
+
+
+# ---- refused
+
+
+def is_refused(runs: Runs, kind: str, mode: str) -> None:
+    output = runs.directory / f"refused-{mode}"
+    changes = runs.changes(kind, family_of(kind, mode))
+    document = yaml_of(output, runs.samples(kind), MODES[mode], **changes)
+    outcomes = run_outcomes(ranks_of(MODES[mode]), train_rank, document, None)
+    for outcome in outcomes:
+        assert outcome.error_class == "ConfigError"
+        assert "expert_projections needs whole experts on each rank" in str(outcome.error)
+    assert not list(output.glob("checkpoint-*"))
+
+
+_CHECKS = {
+    "save": is_what_one_process_writes,
+    "exact": ends_with_the_bits_of_a_run_that_never_stopped,
+    "reshard": is_taken_over_with_the_same_values,
+    "loads": loads_where_people_load_it,
+    REFUSED_BY_PEFT: is_refused_by_peft,
+    REFUSED: is_refused,
+}

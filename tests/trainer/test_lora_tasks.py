@@ -1,0 +1,252 @@
+"""Adapters under every task: resumed exactly, beside a reference that stays the base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+import milepost as mp
+from milepost_trainer.batches import Batch
+from milepost_trainer.parallel import ParallelModel
+from milepost_trainer.sinks import NEUTRAL_SINK, sinks_of
+from milepost_trainer.tasks import ReferenceTask
+from milepost_trainer.training import Run, train
+from tests.states import same
+from tests.trainer.lora_runs import LORA, adapter_config, adapter_of, on_base, token_ids, write_base
+from tests.trainer.task_runs import (
+    TASKS,
+    history,
+    kill_task,
+    run_task,
+    stopped,
+    task_config,
+    write_lines,
+)
+from tests.trainer.test_sinks import GPT_OSS
+from tests.trainer.yaml_runs import END, SAVED, contents
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:sentence_transformers.*"),
+]
+
+
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("files")
+    return {task: write_lines(directory, task) for task in TASKS}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    directory = tmp_path_factory.mktemp("bases")
+
+    def base(family: str) -> Path:
+        place = directory / family
+        return place if place.is_dir() else write_base(place, family)
+
+    return base
+
+
+# ---- exact resume
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        ("dpo", {}),
+        ("reward", {"lora": {**LORA, "modules_to_save": ["score"]}}),
+        slow("dpo", {"precompute_reference_logps": True}),
+        slow("reward", {"merge_expert_lora_on_save": True}),
+        *(slow(task, {}) for task in ("sft", "kto", "sdpg", "embedding")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_task_with_adapters_resumes_exactly(
+    task: str,
+    changes: dict[str, Any],
+    bases: Callable[[str], Path],
+    files: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    changes = {**on_base(bases("llama"), lora=LORA), **changes}
+    train(task_config(tmp_path / "whole", files[task], task, **changes))
+    stopped(tmp_path / "parts", files[task], task, **changes)
+    train(task_config(tmp_path / "parts", files[task], task, **changes))
+    whole, parts = (tmp_path / name / f"checkpoint-{END}" for name in ("whole", "parts"))
+    first = adapter_of(whole.with_name(f"checkpoint-{SAVED}"))
+    assert history(parts) == history(whole)
+    assert same(contents(parts), contents(whole))
+    assert same(adapter_of(parts), adapter_of(whole))
+    assert not any(torch.equal(first[name], value) for name, value in adapter_of(whole).items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["ddp2", "dp_shard2", "tp2", "cp2", "dp_shard2 tp2"])
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_a_task_with_adapters_that_is_killed_ends_like_one_that_never_stopped(
+    task: str,
+    mesh: str,
+    bases: Callable[[str], Path],
+    files: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    changes = on_base(bases("llama"), lora=LORA)
+    end = run_task(tmp_path / "whole", files[task], task, mesh, **changes)
+    kill_task(tmp_path / "killed", files[task], task, mesh, **changes)
+    resumed = run_task(tmp_path / "killed", files[task], task, mesh, **changes)
+    assert history(resumed) == history(end)
+    assert same(contents(resumed), contents(end))
+    assert same(adapter_of(resumed), adapter_of(end))
+
+
+# ---- the frozen reference
+
+
+def resumed_run(output: Path, lines: Path, task: str, **changes: Any) -> Run:
+    """A run in one process that went on from the newest checkpoint of `output`."""
+    run = Run(task_config(output, lines, task, **changes))
+    with mp.CheckpointManager(output, resume=mp.Resume.MUST) as manager:
+        assert run.resume(manager) == SAVED
+    return run
+
+
+def reference_of(run: Run) -> ParallelModel:
+    assert isinstance(run.task, ReferenceTask)
+    model = run.task.reference._model
+    assert model is not None
+    return model
+
+
+@pytest.mark.parametrize("task", ["dpo", slow("kto"), slow("sdpg")])
+def test_the_reference_of_adapters_is_the_base_without_them_also_after_a_resume(
+    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = on_base(bases("llama-plain"), lora={**LORA, "lora_dropout": 0.0})
+    stopped(tmp_path, files[task], task, **changes)
+    run = resumed_run(tmp_path, files[task], task, **changes)
+    original = dict(AutoModelForCausalLM.from_pretrained(bases("llama-plain")).named_parameters())
+    reference = dict(reference_of(run).named_parameters())
+    assert same(reference, {name: reference[name] for name in original})
+    assert all(torch.equal(reference[name], value) for name, value in original.items())
+    assert isinstance(run.task, ReferenceTask)
+    batch = run.batches.next()
+    scores = run.task.reference.scores(batch)
+    assert not torch.allclose(run.task.score(run.model, batch), scores, atol=1e-4)
+    without_adapters(run.model)
+    assert torch.allclose(run.task.score(run.model, batch), scores, atol=1e-6)
+
+
+def without_adapters(model: ParallelModel) -> None:
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.zero_()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"reset_sinks": True},
+        {"reset_sinks": True, "lora": {**LORA, "lora_dropout": 0.0}},
+        slow({"sinks": "live"}),
+        slow({"sinks": "trainable"}),
+        slow({}),
+    ],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+@pytest.mark.parametrize("task", ["dpo", slow("kto")])
+def test_the_reference_has_its_sinks_as_the_policy_has_them_and_never_trains_them(
+    task: str, changes: dict[str, Any], files: dict[str, Path], tmp_path: Path
+) -> None:
+    run = Run(task_config(tmp_path, files[task], task, model_config=GPT_OSS, **changes))
+    reference, policy = reference_of(run), run.model
+    assert [param for param in reference.parameters() if param.requires_grad] == []
+    ours, theirs = sinks_of(policy.modules[0]), sinks_of(reference.modules[0])
+    assert len(ours) == len(theirs) == 2 and same([*ours], [*theirs])
+    assert ("reset_sinks" in changes) == all((sinks == NEUTRAL_SINK).all() for sinks in theirs)
+    run.task.prepare(run.splits, None)
+    before = [param.detach().clone() for param in reference.parameters()]
+    metrics = run.task.train_step(run.batches.next())
+    rewards = [value for name, value in metrics.items() if name.startswith("rewards/")]
+    assert rewards and all(value == 0.0 for value in rewards)  # a policy is its reference still
+    for optimizer in run.optimizers.values():
+        optimizer.step()
+    moved = run.task.evaluate(run.batches.next())
+    assert moved["rewards/chosen"] != 0.0
+    assert same([param.detach() for param in reference.parameters()], before)
+
+
+def test_a_reference_with_other_sinks_would_have_other_scores(
+    files: dict[str, Path], tmp_path: Path
+) -> None:
+    """So that rewards of zero show that both have them out."""
+    scores = []
+    for name, changes in (("reset", {"reset_sinks": True}), ("live", {"sinks": "live"})):
+        run = Run(
+            task_config(tmp_path / name, files["dpo"], "dpo", model_config=GPT_OSS, **changes)
+        )
+        batch: Batch = run.batches.next()
+        assert isinstance(run.task, ReferenceTask)
+        scores.append(run.task.reference.scores(batch))
+    assert not torch.allclose(scores[0], scores[1], atol=1e-4)
+
+
+# ---- what others load
+
+
+@pytest.mark.parametrize("task", ["dpo", *(slow(task) for task in ("sft", "kto", "sdpg"))])
+def test_peft_loads_the_adapter_of_a_task(
+    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = on_base(bases("llama"), lora=LORA)
+    stopped(tmp_path, files[task], task, **changes)
+    run = resumed_run(tmp_path, files[task], task, **changes)
+    checkpoint = tmp_path / f"checkpoint-{SAVED}"
+    base = AutoModelForCausalLM.from_pretrained(bases("llama"))
+    loaded = PeftModel.from_pretrained(base, checkpoint).eval()
+    assert adapter_config(checkpoint)["task_type"] == "CAUSAL_LM"
+    with torch.no_grad(), run.model.evaluating():
+        assert torch.equal(loaded(token_ids()).logits, run.model.outputs(token_ids()))
+
+
+def test_peft_loads_a_reward_model_with_the_head_that_was_trained(
+    bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = on_base(bases("llama"), lora={**LORA, "modules_to_save": ["score"]})
+    stopped(tmp_path, files["reward"], "reward", **changes)
+    run = resumed_run(tmp_path, files["reward"], "reward", **changes)
+    checkpoint = tmp_path / f"checkpoint-{SAVED}"
+    config = adapter_config(checkpoint)
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    base = AutoModelForSequenceClassification.from_pretrained(bases("llama"), num_labels=1)
+    base.config.pad_token_id = run.tokenizer.pad_token_id
+    loaded = PeftModel.from_pretrained(base, checkpoint).eval()
+    with torch.no_grad(), run.model.evaluating():
+        found = loaded(token_ids()).logits
+        assert torch.allclose(found, run.model.outputs(token_ids())[:, -1:], atol=1e-6)
+        assert not torch.allclose(found, base.score.original_module(torch.ones(1, 16)), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_an_embedding_model_has_its_adapters_folded_in_and_resumes_unmerged(
+    bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = on_base(bases("llama"), lora=LORA)
+    stopped(tmp_path, files["embedding"], "embedding", **changes)
+    run = resumed_run(tmp_path, files["embedding"], "embedding", **changes)
+    sentences: Any = SentenceTransformer(str(tmp_path / f"checkpoint-{SAVED}"), device="cpu")
+    with torch.no_grad(), run.model.evaluating():
+        found = sentences[0].auto_model(token_ids()).last_hidden_state
+        assert torch.allclose(found, run.model.outputs(token_ids()), rtol=1e-4, atol=1e-4)
