@@ -35,6 +35,8 @@ MAY_CATCH_EVERYTHING = {
     "checkpointing/load.py:_fill",
     # a user's callback raises what it likes; telling about a save must not fail it
     "checkpointing/events.py:Events.tell",
+    # the Hub's client raises classes of several libraries; what is no answer of it is raised on
+    "tools/publish_upload.py:Hub._retried",
     # what fails behind training belongs to whoever waits for it, or saves next
     "checkpointing/in_flight.py:SaveThread._finish",
     "checkpointing/frozen_parts.py:FrozenParts._hash_late",

@@ -96,7 +96,6 @@ def test_what_turns_out_to_be_another_run_later_is_left_alone_and_noted(
     """The mirror was not mounted when the manager began."""
     one_run(tmp_path / "one", tmp_path / "unmounted", 1)
     training = Training()
-    one_run(tmp_path / "two", tmp_path / "mirror of two", 1)
     with caplog.at_level(logging.WARNING), mirrored(tmp_path / "two", copies) as manager:
         manager.resume(training.state)
         shutil.copytree(tmp_path / "unmounted", copies)

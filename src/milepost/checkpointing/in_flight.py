@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,8 @@ from milepost.engine.verdicts import pack_error, shared_error, unpack_error
 from milepost.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+_NICE = 10
 
 
 class InFlight(Enum):
@@ -129,6 +132,7 @@ class SaveThread:
             self._handed_over += 1
 
     def _work(self) -> None:
+        _leave_cores_to_training()
         while True:
             with self._guard:
                 if not self._jobs:
@@ -194,6 +198,13 @@ class SaveThread:
         """All ranks have ended the saves that were asked for failures: their keys can go."""
         forget_behind(self._talks)
         self._talks.clear()
+
+
+def _leave_cores_to_training() -> None:
+    """Lower the priority of this thread, and of the threads that it starts, where threads have one
+    of their own (Linux)."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _nothing_left() -> SaveReport:

@@ -53,9 +53,9 @@ def cast(
 def refuse_quantised(source: Source, verb: str) -> None:
     """`InvalidInputError` for a source whose weights are codes that need their scales."""
     method = source.config.get("quantization_config")
-    if method is None:
-        return
     name = method.get("quant_method") if isinstance(method, dict) else method
+    if method is None or name == "gguf":  # read from GGUF, and dequantised by that
+        return
     raise InvalidInputError(
         f"{source.path}: its weights are quantised ({name}), and {verb} would treat codes as "
         "values; dequantise them first (milepost dequantize)",

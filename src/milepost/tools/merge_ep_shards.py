@@ -72,7 +72,7 @@ def merge_ep_shards(
     slices = _slices(opened, size, rewrite)
     merge = _Merge(kind, slices, opened, rewrite)
     rewrite.groups = list(merge.groups())
-    rewrite.tied = {merge.rename(a): merge.rename(kept) for a, kept in opened.tied.items()}
+    rewrite.tied = {merge.name_of(a): merge.name_of(kept) for a, kept in opened.tied.items()}
     rewrite.counts = {"ranks": size, "sliced tensors": len(slices)}
     report = run_rewrite(rewrite, output, options)
     if input_shards is InputShards.DELETE and report.mode is Mode.WRITE:
@@ -172,7 +172,7 @@ class _Merge:
         )
         self._layers = {name.rpartition(".experts")[0] for name in slices}
 
-    def rename(self, name: str) -> str:
+    def name_of(self, name: str) -> str:
         """A name of a module as that of the hub, in layers that have slices."""
         layer = next((layer for layer in self._layers if name.startswith(f"{layer}.")), None)
         if layer is None or self._names is None:
@@ -187,7 +187,7 @@ class _Merge:
         for tensor in self._source.tensors.values():
             found = _SLICE.fullmatch(tensor.name)
             if found is None:
-                yield passed(tensor, name=self.rename(tensor.name))
+                yield passed(tensor, name=self.name_of(tensor.name))
                 continue
             expert = _EXPERTS.fullmatch(found["base"])
             if expert is None or expert["prefix"] in done or found["base"] not in self._slices:
@@ -204,7 +204,7 @@ class _Merge:
     def _singles(self, prefix: str, banks: Mapping[str, list[SourceTensor]]) -> Iterator[Group]:
         """One tensor for each expert and projection, slice by slice."""
         assert self._names is not None
-        place = self.rename(prefix)
+        place = self.name_of(prefix)
         for leaf, parts in banks.items():
             kind = "bias" if leaf.endswith("_bias") else "weight"
             first = 0
