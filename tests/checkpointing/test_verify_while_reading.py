@@ -96,6 +96,25 @@ def test_the_manager_goes_on_to_the_older_checkpoint(tmp_path: Path) -> None:
     assert same(snapshot(live), snapshot(expected))
 
 
+def test_a_checkpoint_that_is_chosen_before_there_is_a_state_is_proven_at_once(
+    tmp_path: Path,
+) -> None:
+    state = training()
+    with mp.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            train(state, 1)
+            manager.save(step, state)
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    flip(file, place_in(file, some_tensor(file)))
+    with (
+        mp.CheckpointManager(tmp_path, verify=WHILE) as manager,
+        pytest.warns(CheckpointWarning, match="are not those that were saved|checkpoint-2"),
+    ):
+        assert manager.checkpoint_to_resume() == tmp_path / "checkpoint-1"
+        report = manager.resume(training(seed=8))
+    assert report is not None and report.step == 1
+
+
 def test_where_nothing_can_be_proven_that_is_refused(path: Path, tmp_path: Path) -> None:
     live = training(seed=8)
     shared = mp.ReadOptions(mode=mp.ReadMode.SHARED)

@@ -90,7 +90,8 @@ class StepRun:
         Collective; refused as `load` is. Nothing changes in the run.
         """
         self._settle_saves()
-        proof = Proof(self.verify, moments)
+        at_once = Verify.SIZES if self.verify is Verify.SIZES else Verify.DIGESTS
+        proof = Proof(at_once, moments)  # nothing is read yet that could prove itself
         match self.resume:
             case Path():
                 path = self.resume
