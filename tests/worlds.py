@@ -13,8 +13,8 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,6 +33,7 @@ PRELOAD = [
 ]
 DEADLINE_S = 120.0
 PARTING_S = 4.0
+_LIMIT = "MILEPOST_RANK_TIMEOUT_S"
 
 _context: Any = None
 
@@ -83,6 +84,23 @@ def run_outcomes(
         theirs.close()
         ends.append((process, ours))
     return [_collect(process, pipe, deadline_s) for process, pipe in ends]
+
+
+@contextmanager
+def silence_of(seconds: int) -> Iterator[None]:
+    """Calls in this block wait so long for a silent rank, on a busy machine too.
+
+    For the one call that must end so: around others a stall of some seconds would end those.
+    """
+    before = os.environ.get(_LIMIT)
+    os.environ[_LIMIT] = str(seconds)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LIMIT]
+        else:
+            os.environ[_LIMIT] = before
 
 
 def _collect(process: Any, pipe: Connection, deadline_s: float) -> Outcome:

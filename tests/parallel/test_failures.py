@@ -21,7 +21,7 @@ import milepost as mp
 from milepost.state.tensors import same_bits
 from milepost.storage import fileops
 from tests.parallel.models import FSDP2, FSDP_TP, Shape, start
-from tests.worlds import run_outcomes, run_world
+from tests.worlds import run_outcomes, run_world, silence_of
 
 
 def failing(operation: str, number: int, error: Exception) -> Any:
@@ -68,7 +68,6 @@ def test_a_full_disk_on_one_rank_fails_all_and_the_next_save_works(
 
 
 def die_in_a_write(rank: int, world_size: int, run: Path) -> tuple[str, float]:
-    os.environ["MILEPOST_RANK_TIMEOUT_S"] = "8"
     os.environ["MILEPOST_AGGREGATE_BELOW"] = "1"
     training = start(FSDP2)
     training.step()
@@ -80,7 +79,7 @@ def die_in_a_write(rank: int, world_size: int, run: Path) -> tuple[str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments)
 
-    with fileops.hooked(hook):
+    with fileops.hooked(hook), silence_of(8):
         try:
             mp.save(run / "checkpoint-2", training.state(), step=2)
         except mp.errors.RankError as error:

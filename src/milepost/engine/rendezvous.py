@@ -20,7 +20,8 @@ from milepost.errors import CheckpointError, RankError, RankTimeoutError, SaveOu
 MAX_VALUE_NBYTES = 4 * 2**20
 HEARTBEAT_S = 2.0
 DEFAULT_LIMIT_S = 600.0
-_SHORTEST_PAUSE_S = 0.0005
+_SHORTEST_PAUSE_S = 0.0002
+_PROMPT_S = 0.005
 _LONGEST_PAUSE_S = 0.5
 _COMMIT = b"commit"
 
@@ -98,8 +99,9 @@ class Rendezvous:
         self._first, self.store = self.store, clone_store(self.store)
 
     def _beat(self, store: KeyValueStore) -> None:
+        """Say at once that this rank has come, then every now and again that it lives."""
         count = 0
-        while not self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4)):
+        while count == 0 or not self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4)):
             count += 1
             try:
                 store.set(f"{self.topic}/beat/{self.rank}", str(count).encode())
@@ -108,10 +110,10 @@ class Rendezvous:
 
     def gather(self, name: str, value: bytes) -> list[bytes]:
         """Every rank's value, in order of rank, at the coordinator; empty elsewhere."""
-        self._put(f"{name}/{self.rank}", value)
         if not self.is_coordinator:
+            self._put(f"{name}/{self.rank}", value)
             return []
-        return [self._get(f"{name}/{rank}", rank) for rank in range(self.world_size)]
+        return [value, *(self._get(f"{name}/{rank}", rank) for rank in range(1, self.world_size))]
 
     def broadcast(self, name: str, value: bytes | None = None) -> bytes:
         """The coordinator's value, on every rank; only the coordinator passes one."""
@@ -169,14 +171,16 @@ class Rendezvous:
         return f"{self.topic}/failure"
 
     def _put(self, name: str, value: bytes) -> None:
-        """Store a value, cut into pieces when it is long; the count comes last."""
+        """Store a value, the last piece under its own key, after those that a long one is cut into
+        and with their number in front."""
         key = f"{self.topic}/{name}"
-        pieces = [value[i : i + MAX_VALUE_NBYTES] for i in range(0, len(value), MAX_VALUE_NBYTES)]
+        cuts = range(0, max(len(value), 1), MAX_VALUE_NBYTES)
+        *first, last = (value[start : start + MAX_VALUE_NBYTES] for start in cuts)
         try:
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(first):
                 self.store.set(f"{key}/{number}", piece)
                 self._own_keys.append(f"{key}/{number}")
-            self.store.set(key, str(len(pieces)).encode())
+            self.store.set(key, b"%d " % len(first) + last)
         except (RuntimeError, OSError) as error:
             raise self._store_gone(error) from error
         self._own_keys.append(key)
@@ -185,8 +189,9 @@ class Rendezvous:
         key = f"{self.topic}/{name}"
         self._wait(key, rank)
         try:
-            count = int(self.store.get(key))
-            return b"".join(self.store.get(f"{key}/{number}") for number in range(count))
+            count, _, last = self.store.get(key).partition(b" ")
+            first = (self.store.get(f"{key}/{number}") for number in range(int(count)))
+            return b"".join((*first, last))
         except (RuntimeError, OSError) as error:
             raise self._store_gone(error) from error
 
@@ -198,6 +203,8 @@ class Rendezvous:
             # Later looks are rarer: thousands of ranks wait for one that writes for minutes.
             waited = time.monotonic() - start
             time.sleep(min(_LONGEST_PAUSE_S, max(_SHORTEST_PAUSE_S, waited / 20)))
+            if waited < _PROMPT_S:
+                continue  # most answers come at once
             self._raise_if_called_off()
             beat = self._look(f"{self.topic}/beat/{rank}")
             if beat != seen:
