@@ -22,6 +22,7 @@ from milepost.testing.faults import Ending, Fault, FaultPlan, Operation, lacking
 from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
+from tests.crash.conftest import split
 
 Committed: TypeAlias = dict[int, float]
 """What a run holds: by step, the value that its tensors were made from."""
@@ -282,6 +283,18 @@ def test_no_fault_at_any_operation_costs_a_committed_checkpoint(
     scenario = SCENARIOS[name]
     matrix = CrashMatrix(scenario.prepare, scenario.action, scratch=scratch)
     explore(matrix, checked(scenario, matrix))
+
+
+def test_the_scenarios_together_have_more_than_a_thousand_distinct_points(scratch: Path) -> None:
+    points = set()
+    for number, (name, scenario) in enumerate(SCENARIOS.items()):
+        place = scratch / str(number)
+        place.mkdir()
+        matrix = CrashMatrix(scenario.prepare, scenario.action, scratch=place)
+        some, rest = split(matrix)
+        assert not set(some) & set(rest) and {*some, *rest} == set(matrix.plans(Fault))
+        points |= {(name, plan) for plan in (*some, *rest)}
+    assert len(points) >= 1000
 
 
 def test_a_step_that_a_record_puts_in_place_is_not_saved_again_unasked(scratch: Path) -> None:
