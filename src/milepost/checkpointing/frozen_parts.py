@@ -18,6 +18,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from milepost.checkpointing.files import FilesPlan, PlannedFile
+from milepost.checkpointing.pace import Pace
 from milepost.engine.source import ByteSource, RangeSource, TensorSource
 from milepost.engine.write import WriteOptions, digest_files
 from milepost.errors import StateChangedError
@@ -78,7 +79,7 @@ class FrozenParts:
 
     `run` is the directory of the run. Parts whose tensors are all `is_late` are hashed by a thread
     while the caller goes on, and must not change until `hold` has returned. When such a part turns
-    out to be another than that of the last save, `hold` waits for `written`: until it is in its
+    out to be another than that of the last save, `hold` waits for `pace`: until it is in its
     file.
     """
 
@@ -89,9 +90,9 @@ class FrozenParts:
         options: WriteOptions,
         *,
         is_late: Callable[[Tensor], bool],
-        written: threading.Event,
+        pace: Pace,
     ) -> None:
-        self._plans, self._written = plans, written
+        self._plans, self._pace = plans, pace
         self._options = replace(options, on_bytes=None)
         self._known = {key: one for key, one in _shares.get(run, {}).items() if one.is_steady}
         self._failure: BaseException | None = None
@@ -119,7 +120,7 @@ class FrozenParts:
         if self._thread is not None and not all(
             self._is_known(key, self._digested.get(key)) for key in self._late
         ):
-            self._written.wait()
+            self._pace.wait()
 
     def settled(self, plans: Sequence[FilesPlan]) -> list[FilesPlan]:
         """`plans` with the digests of held parts; returns when all are known."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from milepost.checkpointing.pace import Pace
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.world import forget_behind
 from milepost.engine.rendezvous import Conversation
@@ -54,6 +55,7 @@ class SaveHandle:
     def __init__(self, path: Path, step: int, report: SaveReport | None = None) -> None:
         self.path, self.step = path, step
         self.held_s = 0.0
+        self.pace = Pace()
         self.not_written = report
         """The report of a save that wrote nothing, known at once: left out, or there already."""
         self._future: Future[SaveReport] = Future()
@@ -70,6 +72,7 @@ class SaveHandle:
 
         `TimeoutError` after `timeout_s` seconds; the save goes on.
         """
+        self.pace.hurry()
         wait([self._future], timeout_s)
         if not self._future.done():
             raise TimeoutError(f"{self.path}: still being written after {timeout_s} s")
@@ -163,7 +166,14 @@ class SaveThread:
     def drain(self, left: int = 0, timeout_s: float | None = None) -> bool:
         """Return when at most `left` saves have not ended, or after the time; whether they have."""
         with self._guard:
+            self._hurry(len(self._jobs) - left)
             return self._guard.wait_for(lambda: len(self._jobs) <= left, timeout_s)
+
+    def _hurry(self, count: int) -> None:
+        """Somebody waits for the first `count` of the saves under way."""
+        for number, job in enumerate(self._jobs):
+            if number < count:
+                job.handle.pace.hurry()
 
     @property
     def has_failed(self) -> bool:
@@ -180,7 +190,9 @@ class SaveThread:
     def drain_first(self, count: int) -> None:
         """Return when the first `count` saves of this process have ended."""
         with self._guard:
-            self._guard.wait_for(lambda: self._count_ended >= min(count, self._handed_over))
+            wanted = min(count, self._handed_over)
+            self._hurry(wanted - self._count_ended)
+            self._guard.wait_for(lambda: self._count_ended >= wanted)
 
     def take_failure(self, count: int) -> BaseException | None:
         """The first failure among the first `count` saves that nobody was told of."""

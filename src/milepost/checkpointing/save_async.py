@@ -118,11 +118,13 @@ def start_save(
         prepared = prepare_save(talk, target, state, step, keywords)
         if prepared.kept is not None:
             return SaveHandle(target, step, prepared.kept)
-        stack.callback(prepared.run.written.set)  # whatever happens, nobody waits for it for ever
+        stack.callback(prepared.run.pace.finish)  # whatever happens, nobody waits for it for ever
         staged = _stage(talk, prepared, state, overlap, buffers or _buffers)
         stack.callback(staged.release)
         hand_over(talk)
         handle, behind = SaveHandle(target, step), stack.pop_all()
+        handle.pace = prepared.run.pace
+        handle.pace.ease()
     try:
         follow = prepared.follow_newest if is_behind else _nothing
         saves.submit(handle, talk, lambda: _finish(prepared, staged, behind, follow, sequel))
@@ -130,7 +132,7 @@ def start_save(
         behind.close()
         raise
     if staged.is_partial:
-        prepared.run.written.wait()
+        prepared.run.pace.wait()
     handle.held_s = time.perf_counter() - start
     return handle
 
@@ -178,7 +180,7 @@ def _stage(
                 run.plans if run.unchanged is not Unchanged.WRITE else [],
                 run.options,
                 is_late=lambda tensor: not is_checked and storage_of(tensor) in beside,
-                written=run.written,
+                pace=run.pace,
             )
             staged = stage_plans(
                 run.plans,

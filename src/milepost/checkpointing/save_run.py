@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from milepost.checkpointing.led_copy import LedCopy, holds
 from milepost.checkpointing.lineage import Lineage, lineage_of
 from milepost.checkpointing.linking import Linked, Linking, Unchanged, linkable_nbytes
 from milepost.checkpointing.names_on_disk import agree_on_names, held_on_disk
+from milepost.checkpointing.pace import Pace
 from milepost.checkpointing.phases_text import phases_text
 from milepost.checkpointing.rank_write import ExchangeGroup, RankWrite, ready_group
 from milepost.checkpointing.replicas import prove_replicas
@@ -81,7 +81,8 @@ class SaveRun:
         self.events = Events(on_event, step=step, path=target, rank=talk.rank)
         self.phases = Phases(self.events)
         self.phase = self.phases.phase
-        self.options = self.phases.counted(options)
+        self.pace = Pace()
+        self.options = self.pace.paced(self.phases.counted(options))
         self.weight_files = weight_files
         self.copies = copies
         self.unchanged = unchanged
@@ -89,8 +90,6 @@ class SaveRun:
         self.plans: list[FilesPlan] = []
         self._groups: list[ExchangeGroup | None] = []
         self.notes: list[str] = []
-        self.written = threading.Event()
-        """Set when this rank's part is in the files, and live tensors are not read any more."""
         self._handed_over = False  # before that, the coordinator has nothing to commit
 
     def begin(self, on_existing: OnExisting, lineage: Lineage | None) -> dict[str, Any]:
@@ -245,7 +244,7 @@ class SaveRun:
                     for number, found in linked.extents.items():
                         extents[number] = found
                     self._handed_over = True
-                self.written.set()
+                self.pace.finish()
 
                 def complete() -> None:
                     if manifest is not None:
