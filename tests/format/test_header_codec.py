@@ -185,10 +185,10 @@ def test_a_layout_with_a_hole_is_never_written() -> None:
 
 def test_twenty_thousand_tensors_are_laid_out_written_and_read_at_once() -> None:
     names = [f"model.layers.{i // 400}.mlp.experts.{i % 400}.up_proj.weight" for i in range(20_000)]
-    began = time.perf_counter()
+    began = time.thread_time()
     tensors = layout_tensors((name, "BF16", (128, 64)) for name in names)
     raw = encode_header(tensors, {"format": "pt"})
     header = parse_header(raw, file_nbytes=len(raw) + 20_000 * 128 * 64 * 2, where="x")
-    took_s = time.perf_counter() - began
+    took_s = time.thread_time() - began
     assert header.tensors == tensors
-    assert took_s < 1.0  # 0.06 s on an idle core; the limit leaves room for a busy one
+    assert took_s < 1.0  # of this thread on a core; it takes 0.06 s

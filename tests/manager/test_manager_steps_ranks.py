@@ -344,7 +344,7 @@ def come_late_or_never(rank: int, world_size: int, run: Path) -> Any:
 
 def test_a_late_rank_is_waited_for_and_a_dead_one_named(runs: Path, tmp_path: Path) -> None:
     directory = copies(runs, tmp_path)[0]
-    survivor, dead = run_outcomes(2, come_late_or_never, directory, deadline_s=60)
+    survivor, dead = run_outcomes(2, come_late_or_never, directory, deadline_s=120)
     assert dead.exit_code == -signal.SIGKILL
     step, failed, seconds = survivor.value
     assert (step, failed) == (2, (1,))

@@ -710,7 +710,7 @@ def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=180,
         )
         return done.stdout
 

@@ -251,7 +251,7 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_ends(tmp_path: Path) ->
     process.send_signal(signal.SIGUSR1)
     first = int(process.stdout.readline())
     process.send_signal(signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     last, left = out.split("\n")[:2]
     assert left == f"left {last}"
@@ -294,7 +294,7 @@ WORKERS = """
 def test_a_signal_to_the_whole_group_saves_at_a_step_boundary(tmp_path: Path, where: str) -> None:
     process = start(WORKERS, str(tmp_path), where)
     os.killpg(process.pid, signal.SIGTERM)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
     seen = int(out.split()[1])
     assert seen % 4 == 0, "never in the middle of an accumulation"

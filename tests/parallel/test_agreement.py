@@ -252,7 +252,7 @@ def die_in_a_save(rank: int, world_size: int, run: Path, who: int, moment: str) 
 def test_a_rank_killed_before_the_commit_undoes_it_and_after_it_does_not(
     tmp_path: Path, who: int, moment: str, expected: str, steps: list[int]
 ) -> None:
-    outcomes = run_outcomes(3, die_in_a_save, tmp_path, who, moment, deadline_s=60)
+    outcomes = run_outcomes(3, die_in_a_save, tmp_path, who, moment, deadline_s=120)
     assert outcomes[who].exit_code == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
         if rank != who:

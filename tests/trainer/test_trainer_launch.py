@@ -60,7 +60,7 @@ def test_two_processes_under_torchrun_are_killed_and_the_run_ends_as_if_nothing_
             if line.startswith(f"step {KILLED}/"):
                 break
         kill_all(job.pid)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=180)
     assert job.returncode == -signal.SIGKILL, errors
     assert "mesh: dp_shard=2" in seen[0] and sum("loss" in line for line in seen) == KILLED
     resumed = run(tmp_path / "run", text, "dp_shard2")
@@ -70,6 +70,6 @@ def test_two_processes_under_torchrun_are_killed_and_the_run_ends_as_if_nothing_
 def test_a_yaml_that_cannot_be_run_is_one_line_and_an_exit_code(tmp_path: Path) -> None:
     document = yaml_of(tmp_path / "run", write_text(tmp_path)) + "stepz: 3\n"
     with started(document, tmp_path) as job:
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=180)
     assert job.returncode == MISUSE
     assert errors == "milepost-train: run.yaml: unknown key 'stepz'\n"
