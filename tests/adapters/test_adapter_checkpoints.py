@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -290,44 +290,3 @@ def test_everything_as_the_modules_have_it_is_still_to_be_had(tmp_path: Path) ->
     second = adapted(9)
     mp.load(place, {"model": second})
     assert torch.equal(logits(second), logits(model))
-
-
-def grown(seed: int, directory: Path, rows: int) -> Any:
-    """The base from `directory`, its vocabulary resized, with an adapter."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM.from_pretrained(directory)
-    model.resize_token_embeddings(rows)
-    settings = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    peft = get_peft_model(model, settings)
-    randomise(peft, seed)
-    return peft
-
-
-@pytest.mark.case("V51")
-@pytest.mark.parametrize("rows", [68, 72])
-def test_the_rows_of_new_tokens_are_kept_with_the_adapter(rows: int, tmp_path: Path) -> None:
-    base().save_pretrained(tmp_path / "base")
-    model = grown(5, tmp_path / "base", rows)
-    place = tmp_path / "checkpoint-1"
-    mp.save(place, {"model": model}, step=1)
-    second = grown(9, tmp_path / "base", rows)
-    assert not torch.equal(logits(second), logits(model))
-    mp.load(place, {"model": second})
-    assert torch.equal(logits(second), logits(model))
-    stock = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    stock.resize_token_embeddings(rows)
-    assert torch.equal(logits(PeftModel.from_pretrained(stock, place)), logits(model))
-    merged = tmp_path / "checkpoint-2"
-    mp.save(merged, {"model": model}, step=2, adapters=mp.Adapters.MERGED)
-    assert json.loads((merged / "config.json").read_text())["vocab_size"] == rows
-    plain = LlamaForCausalLM.from_pretrained(merged)
-    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.case("V51")
-def test_a_base_without_the_new_tokens_is_told_how_to_get_them(tmp_path: Path) -> None:
-    base().save_pretrained(tmp_path / "base")
-    place = tmp_path / "checkpoint-1"
-    mp.save(place, {"model": grown(5, tmp_path / "base", 68)}, step=1)
-    with pytest.raises(mp.errors.ShapeMismatchError, match=r"resize_token_embeddings\(68\)"):
-        mp.load(place, {"model": grown(9, tmp_path / "base", 64)})

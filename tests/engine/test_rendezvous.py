@@ -37,6 +37,9 @@ def exchange_values(rank: int, world_size: int) -> tuple[list[bytes], bytes]:
         gathered = meet.gather("names", f"rank {rank}".encode() * (rank + 1))
         big = bytes([7]) * (2 * MAX_VALUE_NBYTES + 5)
         told = meet.broadcast("big", big if rank == 0 else None)
+        for nbytes in (0, 1, MAX_VALUE_NBYTES, MAX_VALUE_NBYTES + 1):
+            value = meet.broadcast(f"of {nbytes}", bytes(nbytes) if rank == 0 else None)
+            assert value == bytes(nbytes)
         meet.settle("done", None)
         return gathered, told[-3:] + str(len(told)).encode()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from milepost.errors import FormatError, NotFoundError
 from milepost.format import strictjson
-from milepost.format.manifest import MANIFEST_NAME, check_file_name
+from milepost.format.manifest import MANIFEST_NAME, Manifest, check_file_name
 from milepost.layouts.checkpoint import Checkpoint
-from milepost.layouts.directory import read_manifest
+from milepost.layouts.directory import DirectoryCheckpoint, read_manifest
 from milepost.layouts.tensor_set import TensorSet
 from milepost.storage.fileops import PathLike
 
@@ -59,7 +59,7 @@ def checkpoint_kind(checkpoint: Checkpoint | PathLike) -> CheckpointKind:
     if path.name == MANIFEST_NAME:
         path = path.parent
     if path.is_dir():
-        return _kind_of(path, _names(path))
+        return _kind_of(path, _names(path, checkpoint))
     if not isinstance(checkpoint, Checkpoint):
         path = Checkpoint.open(path).path
     return CheckpointKind.ADAPTER if path.name in ADAPTER_FILES else CheckpointKind.FULL
@@ -113,10 +113,15 @@ def _is_sliced(path: Path) -> bool:
     return any(TensorSet(path, stem).is_ep_sharded for stem in _WHOLE_STEMS)
 
 
-def _names(path: Path) -> set[str]:
+def _names(path: Path, checkpoint: Checkpoint | PathLike) -> set[str]:
     """The files directly in `path` that count: of a committed checkpoint those of its manifest."""
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        return _at_the_top(checkpoint.manifest)
     try:
-        manifest = read_manifest(path)
+        return _at_the_top(read_manifest(path))
     except NotFoundError:
         return {entry.name for entry in path.iterdir() if entry.is_file()}
+
+
+def _at_the_top(manifest: Manifest) -> set[str]:
     return {entry.name for entry in manifest.files if "/" not in entry.name}

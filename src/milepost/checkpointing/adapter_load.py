@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+from torch import Tensor
 
-from milepost.adapters.base import base_identity, differs, vocabulary_of
+from milepost.adapters.base import base_identity, differs
 from milepost.adapters.config import AdapterConfig, read_adapter_config
 from milepost.adapters.kinds import ADAPTER_STEM, adapter_directory
 from milepost.adapters.live import LiveAdapter, find_adapter
 from milepost.adapters.names import PREFIX, aligned, without_wrappers
 from milepost.checkpointing.adapter_save import names_of_adapter
+from milepost.checkpointing.adapter_vocabulary import other_vocabulary
 from milepost.checkpointing.agree import names_elsewhere
 from milepost.checkpointing.load_model import ModelLoad
 from milepost.checkpointing.load_names import LiveNames, stored_names
@@ -24,7 +27,6 @@ from milepost.errors import (
     CheckpointIncompleteError,
     KeyMismatchError,
     MismatchError,
-    ShapeMismatchError,
 )
 from milepost.format.manifest import AdapterEntry
 from milepost.layouts.checkpoint import Checkpoint
@@ -110,16 +112,23 @@ def _opened(
 
 
 def plan_adapter(
-    talk: Conversation, key: str, model: Model, saved: StoredAdapter, policies: LoadPolicies
+    talk: Conversation,
+    key: str,
+    model: Model,
+    saved: StoredAdapter,
+    policies: LoadPolicies,
+    undo: ExitStack,
 ) -> ModelLoad:
     """Check that a stored adapter is that of `model`, and say what fills what; collective.
 
     What differs is raised under the policies; another scaling, other kinds of adapters, and names
-    of which none fits are always refused.
+    of which none fits are always refused. A base with fewer tokens than the adapter was saved with
+    gets rows for them, which closing `undo` takes away again.
     """
     leaves = collect_leaves(model)
     live = find_adapter(model, leaves)
     infos = saved.infos()
+    notes: list[str] = []
     _require_same_files(talk, key, saved, infos)
     if live is None:
         names = sorted(infos)
@@ -134,14 +143,36 @@ def plan_adapter(
     else:
         _check_kind(saved, live, key)
         _check_scaling(saved, live, key)
-        _check_vocabulary(saved, model, key)
         live_names_of = _wanted(model, leaves, live, saved)
+        tokens = other_vocabulary(
+            model,
+            _names_of(leaves, live, live_names_of),
+            infos,
+            None if saved.entry is None else saved.entry.vocabulary,
+            where=f"{saved.directory}: {key}",
+        )
+        if tokens is not None:
+            notes.append(tokens.enlarge(undo, world_size=talk.world_size))
     load = _planned(talk, key, model, leaves, live, live_names_of, infos, saved, policies)
     base = {} if saved.entry is None else saved.entry.base
     other = differs(base, base_identity(model))
-    if other is None:
-        return load
-    return replace(load, note=f"the base is another than the one it was trained on: {other}")
+    if other is not None:
+        notes.append(f"the base is another than the one it was trained on: {other}")
+    return replace(load, note="; ".join(notes) or None)
+
+
+def _names_of(
+    leaves: Leaves, live: LiveAdapter, wanted: Mapping[FQN, str]
+) -> Callable[[Tensor], list[str]]:
+    """The names that a live tensor may have in a file, ours first."""
+    ours = {id(leaves.tensors[fqn]): stored for fqn, stored in wanted.items()}
+
+    def names(tensor: Tensor) -> list[str]:
+        inner = live.inside.get(id(tensor))
+        of_base = [] if inner is None else [PREFIX + inner, PREFIX + without_wrappers(inner)]
+        return [ours[id(tensor)], *of_base] if id(tensor) in ours else of_base
+
+    return names
 
 
 def _planned(
@@ -278,18 +309,6 @@ def _check_kind(saved: StoredAdapter, live: LiveAdapter, key: str) -> None:
         raise MismatchError(
             f"{saved.directory}: holds an adapter of the kind {found}, {key} has one of the kind "
             f"{wanted}; put the same kind on the model"
-        )
-
-
-def _check_vocabulary(saved: StoredAdapter, model: Model, key: str) -> None:
-    """Say how a vocabulary comes to have the rows that were saved."""
-    wanted = None if saved.entry is None else saved.entry.vocabulary
-    rows = vocabulary_of(model)
-    if wanted is not None and rows != wanted:
-        raise ShapeMismatchError(
-            f"{saved.directory}: saved with a vocabulary of {wanted} tokens, which is not that of "
-            f"the base; {key} has {rows}: call resize_token_embeddings({wanted}) on the base "
-            "before its adapter is put on, and the saved rows will be restored"
         )
 
 

@@ -133,8 +133,7 @@ class _Taken:
         self.prefix = captured.prefixes[key]
         self.tensors, self.extra = names_of_adapter(model, leaves, live)
         resized = {} if live is None else resized_embeddings(model)
-        for module in resized.values():
-            self.tensors |= _of_module(module, leaves, live, self.tensors)
+        self.tensors = _with_resized(resized, leaves, live, self.tensors)
         self.vocabulary = vocabulary_of(model) if resized else None
         self._check()
 
@@ -227,6 +226,19 @@ def names_of_adapter(
     return tensors, extra
 
 
+def _with_resized(
+    resized: Mapping[str, nn.Module],
+    leaves: Leaves,
+    live: LiveAdapter | None,
+    tensors: Mapping[FQN, str],
+) -> dict[FQN, str]:
+    """`tensors`, and those of embeddings whose rows the base does not have."""
+    found = dict(tensors)
+    for module in resized.values():
+        found |= _of_module(module, leaves, live, found)
+    return found
+
+
 def _of_module(
     module: nn.Module, leaves: Leaves, live: LiveAdapter | None, known: Mapping[FQN, str]
 ) -> dict[FQN, str]:
@@ -271,8 +283,11 @@ def carries_adapter(talk: Conversation, key: str, model: Model) -> bool:
 def adapter_leaves(model: Model) -> dict[FQN, Tensor]:
     """The tensors of the adapter of `model`, as a save takes them."""
     leaves = collect_leaves(model)
-    tensors, _ = names_of_adapter(model, leaves, find_adapter(model, leaves))
-    return {fqn: detached(leaves.tensors[fqn]) for fqn in tensors}
+    live = find_adapter(model, leaves)
+    tensors, _ = names_of_adapter(model, leaves, live)
+    resized = {} if live is None else resized_embeddings(model)
+    names = _with_resized(resized, leaves, live, tensors)
+    return {fqn: detached(leaves.tensors[fqn]) for fqn in names}
 
 
 def rename_views(names: Mapping[FQN, str], leaves: Mapping[FQN, Tensor]) -> Views:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from milepost.adapters.kinds import CheckpointKind, checkpoint_kind
+from milepost.adapters.kinds import CheckpointKind
 from milepost.checkpointing.capture import primary_key
 from milepost.checkpointing.load_model import Fill, ModelLoad
 from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Weights
@@ -47,12 +47,14 @@ class _Built:
 def root_to_leave(
     talk: Conversation,
     checkpoint: Checkpoint,
+    kind: CheckpointKind,
     models: Mapping[str, Any],
     primary: str | None,
     policies: LoadPolicies,
 ) -> str | None:
     """The key of the model whose weights are not read again; None when all are. Collective.
 
+    `kind` is that of the checkpoint.
     With `Weights.ALREADY_READ` the model at the root must have been built from this checkpoint.
     Where an adapter was folded into its weights, a model that has the adapter must not have been:
     it would count twice. And weights of a whole model are nothing to have an adapter from. What is
@@ -64,7 +66,7 @@ def root_to_leave(
         if is_left:
             raise InvalidInputError("weights=Weights.ALREADY_READ, and the state has no model")
         return None
-    kind, stamp = checkpoint_kind(checkpoint), stamp_of(models[root])
+    stamp = stamp_of(models[root])
     built = _Built(
         key=root,
         stamp=None if stamp is None else asdict(stamp),
@@ -206,9 +208,11 @@ def _sample(stored: StoredTensor, fill: Fill) -> tuple[ShardRead, torch.Tensor]:
     return ShardRead(stored=stored, held=kept, target=torch.empty_like(live)), live
 
 
-def stamp_filled(checkpoint: Checkpoint, models: Mapping[str, Any], plan: LoadPlan) -> None:
+def stamp_filled(
+    checkpoint: Checkpoint, kind: CheckpointKind, models: Mapping[str, Any], plan: LoadPlan
+) -> None:
     """Record where models got all of their weights from."""
-    if checkpoint_kind(checkpoint) in (CheckpointKind.ADAPTER, CheckpointKind.INVALID):
+    if kind in (CheckpointKind.ADAPTER, CheckpointKind.INVALID):
         return
     stamp = WeightsStamp(
         checkpoint_id=checkpoint.info.checkpoint_id, place=os.path.realpath(checkpoint.path)

@@ -1,19 +1,22 @@
 """`load`: fill live state from a checkpoint, in two phases.
 
-Phase 1 checks everything and decodes every tree, with live memory untouched. Phase 2 fills; an
-error there is raised as `LoadTornError`, and the state must not be used until a load succeeds.
+Phase 1 checks everything and decodes every tree; after an error live memory is as it was. Phase 2
+fills; an error there is raised as `LoadTornError`, and the state must not be used until a load
+succeeds.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
+from milepost.adapters.kinds import checkpoint_kind
 from milepost.checkpointing.already_read import require_same_bytes, root_to_leave, stamp_filled
 from milepost.checkpointing.capture import State, check_keys
 from milepost.checkpointing.config import check_model_config
@@ -113,7 +116,7 @@ def load(
     Tensors of models on the meta device get memory first, for this rank's shard alone: DTensors on
     the device of their mesh, others on `device` (by default that of the meshes, else torch's
     default). Buffers that no checkpoint holds are computed by the model's own init. Parameters stay
-    the same objects.
+    the same objects. A base with fewer tokens than its adapter was saved with gets rows for them.
 
     Waits for saves that this process has under way. Collective: every rank of the default process
     group makes the call and reads just the bytes that its placements need, whatever topology wrote
@@ -199,16 +202,17 @@ def _load(request: _Request) -> LoadReport:
             config = {}
             if request.model_config is not None:
                 config = check_model_config(checkpoint, request.model_config)
-        with together(talk, "built"):
-            models = _models_of(state)
-            root = root_to_leave(talk, checkpoint, models, request.primary, policies)
-        with together(talk, "plan"):
-            plan = plan_load(talk, checkpoint, state, policies, request.primary)
-            plan.report.config = config
-            if root is not None:
-                _leave(plan, root)
+            kind, models = checkpoint_kind(checkpoint), _models_of(state)
+            root = root_to_leave(talk, checkpoint, kind, models, request.primary, policies)
+        with ExitStack() as undo:
+            with together(talk, "plan"):
+                plan = plan_load(talk, checkpoint, state, policies, request.primary, undo)
+                plan.report.config = config
+                if root is not None:
+                    _leave(plan, root)
+            undo.pop_all()  # all ranks agree; what was made room for is filled now
         _fill_together(talk, plan, state, request.rng, reading, proof)
-        stamp_filled(checkpoint, models, plan)
+        stamp_filled(checkpoint, kind, models, plan)
         return plan.report
 
 

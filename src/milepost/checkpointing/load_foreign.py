@@ -43,10 +43,11 @@ def plan_foreign(
     if saved is not None and (
         not TensorSet(checkpoint.path, "model").exists() or carries_adapter(talk, key, state[key])
     ):
-        load = plan_adapter(talk, key, state[key], saved, policies)
+        load = plan_adapter(talk, key, state[key], saved, policies, plan.undo)
         load.check_ties(lambda name: read_tensor(saved.stored(name)))
         plan.models[key] = (load, saved.stored)
         plan.report.models[key] = load.restore.report
+        plan.report.notes += [] if load.note is None else [f"{key}: {load.note}"]
         plan.report.level = Level.WEIGHTS_ONLY
         return
     stored = {name: (t.dtype, t.shape) for name, t in checkpoint.tensors().items()}

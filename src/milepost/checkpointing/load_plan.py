@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,7 @@ from milepost.checkpointing.report import Level, LoadReport
 from milepost.checkpointing.topology import agreed_differences, fingerprint_of
 from milepost.engine.read import read_tensor
 from milepost.engine.rendezvous import Conversation
-from milepost.errors import (
-    DamagedError,
-    KeyMismatchError,
-    MismatchError,
-)
+from milepost.errors import DamagedError, KeyMismatchError, MismatchError
 from milepost.format.fingerprint import OptimizerStateFingerprint
 from milepost.format.manifest import STATE_NAME
 from milepost.format.tree import decode
@@ -59,10 +56,11 @@ def plan_load(
     state: State,
     policies: LoadPolicies,
     primary: str | None,
+    undo: ExitStack,
 ) -> LoadPlan:
     """Check that `state` can be filled from `checkpoint`; all that phase 2 needs, or an error.
 
-    Collective: topologies are compared over all ranks.
+    Collective: topologies are compared over all ranks. Whatever changes, closing `undo` takes back.
     """
     kinds = check_keys(state)
     info = checkpoint.info
@@ -74,7 +72,8 @@ def plan_load(
             checkpoint_id=info.checkpoint_id,
             metrics=dict(info.metrics),
             level=Level.EXACT,
-        )
+        ),
+        undo=undo,
     )
     if isinstance(checkpoint, DcpCheckpoint):
         plan_dcp(talk, checkpoint, state, kinds, policies, plan, primary)
@@ -156,7 +155,7 @@ class _Wanted:
         if has_weights and not carries_adapter(self.talk, key, self.state[key]):
             self._refuse_merged(key)
             return False
-        load = plan_adapter(self.talk, key, self.state[key], saved, self.policies)
+        load = plan_adapter(self.talk, key, self.state[key], saved, self.policies, self.plan.undo)
         load.check_ties(lambda name: read_tensor(saved.stored(name)))
         self.plan.models[key] = (load, saved.stored)
         self.report.models[key] = load.restore.report

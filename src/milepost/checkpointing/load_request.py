@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,10 +66,11 @@ class LoadPlan:
     """Phase 1's result: all that phase 2 needs, decoded and checked.
 
     `fresh` are optimizers that start afresh, by place, `already_read` keys of models whose weights
-    are left as they are.
+    are left as they are. `undo` takes back what was changed to make room, should phase 2 not come.
     """
 
     report: LoadReport
+    undo: ExitStack
     models: dict[str, tuple[ModelLoad, Callable[[str], StoredTensor]]] = field(default_factory=dict)
     optimizers: dict[str, tuple[OptimizerPlan, TensorSet]] = field(default_factory=dict)
     fresh: dict[str, Optimizer] = field(default_factory=dict)

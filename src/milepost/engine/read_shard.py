@@ -14,8 +14,10 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +34,7 @@ from milepost.engine.read import (
     run_tasks,
 )
 from milepost.engine.source import Scratch, memory_of
-from milepost.geometry.blocks import Span
+from milepost.geometry.blocks import Shape, Span
 from milepost.geometry.placement import IndexSet, boxes_of, local_shape, whole
 
 SHORTEST_RUN_NBYTES = 1024  # below it, a window
@@ -48,8 +50,31 @@ class ShardRead:
     held: IndexSet
     target: torch.Tensor
 
-    def is_whole(self) -> bool:
-        return self.held == whole(self.stored.torch_shape())
+
+class _Part(NamedTuple):
+    """A box of a stored tensor, its place in the local one, and whether its rows are whole."""
+
+    box: tuple[Span, ...]
+    place: tuple[slice, ...]
+    has_whole_rows: bool
+
+
+class _Cut(NamedTuple):
+    """An index set of a stored tensor, as boxes; a rank that holds it all has it in one."""
+
+    local_shape: Shape
+    is_whole: bool
+    parts: tuple[_Part, ...]
+
+
+@lru_cache(maxsize=4096)  # layers repeat their shapes
+def _cut(shape: Shape, held: IndexSet) -> _Cut:
+    rows = tuple((0, length) for length in shape[1:])
+    parts = tuple(
+        _Part(box, tuple(slice(*span) for span in place), box[1:] == rows)
+        for box, place in boxes_of(held)
+    )
+    return _Cut(local_shape(held), held == whole(shape), parts)
 
 
 def fill_shards(
@@ -68,31 +93,30 @@ def fill_shards(
 
 
 def _tasks(files: OpenFiles, read: ShardRead, proof: Proof | None) -> Iterator[Task]:
-    target = read.target.detach()
-    assert tuple(target.shape) == local_shape(read.held), f"{read.stored.name}: unchecked shape"
+    target, cut = read.target, _cut(read.stored.torch_shape(), read.held)
+    assert tuple(target.shape) == cut.local_shape, f"{read.stored.name}: unchecked shape"
     if target.numel() == 0:
         return
-    if read.is_whole():
+    if cut.is_whole:
         yield from fill_tasks(files, read.stored, target, proof)
         return
-    for box, local in boxes_of(read.held):
-        part = target[tuple(slice(*span) for span in local)]
-        yield from _box_tasks(files, read.stored, box, part, proof)
+    for part in cut.parts:
+        local = target if len(cut.parts) == 1 else target[part.place]
+        yield from _part_tasks(files, read.stored, part, local, proof)
 
 
-def _box_tasks(
+def _part_tasks(
     files: OpenFiles,
     stored: StoredTensor,
-    box: tuple[Span, ...],
+    wanted: _Part,
     target: torch.Tensor,
     proof: Proof | None,
 ) -> Iterator[Task]:
     """Tasks for one box, cut along dim 0 so that each moves a bounded number of bytes."""
     shape = stored.torch_shape()
     row_nbytes = prod(shape[1:]) * stored.torch_dtype().itemsize
-    (first, last), inner = box[0], box[1:]
-    columns_whole = inner == tuple((0, length) for length in shape[1:])
-    if columns_whole:
+    (first, last), *inner = wanted.box
+    if wanted.has_whole_rows:
         part = StoredTensor(
             name=stored.name,
             path=stored.path,
@@ -107,7 +131,8 @@ def _box_tasks(
     rows = max(1, min(READ_PIECE_NBYTES, WINDOW_NBYTES) // row_nbytes)
     for row in range(first, last, rows):
         end = min(row + rows, last)
-        yield _columns_task(files, stored, (row, end), inner, target[row - first : end - first])
+        part_of = target[row - first : end - first]
+        yield _columns_task(files, stored, (row, end), tuple(inner), part_of)
 
 
 def _columns_task(

@@ -20,7 +20,7 @@ from milepost.errors import CheckpointError, RankError, RankTimeoutError, SaveOu
 MAX_VALUE_NBYTES = 4 * 2**20
 HEARTBEAT_S = 2.0
 DEFAULT_LIMIT_S = 600.0
-_SHORTEST_PAUSE_S = 0.0002
+_SHORTEST_PAUSE_S = 0.00005
 _PROMPT_S = 0.005
 _LONGEST_PAUSE_S = 0.5
 _COMMIT = b"commit"

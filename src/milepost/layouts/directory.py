@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from milepost.errors import (
@@ -250,7 +251,7 @@ def size_problem(path: Path, entry: FileEntry) -> str | None:
         return (
             "lies behind a symlink; Milepost writes none into a checkpoint and follows none there"
         )
-    if not place.is_file():
+    if not S_ISREG(stat.st_mode):
         return "is not a regular file"
     if stat.st_size != entry.nbytes:
         return f"has {stat.st_size} bytes, the manifest says {entry.nbytes}"

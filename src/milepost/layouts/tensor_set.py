@@ -83,7 +83,7 @@ class TensorSet:
         header = read_header(self.directory / found[0])
         return found if any(_SHARD_KEY.search(name) for name in header.tensors) else []
 
-    @property
+    @cached_property
     def is_ep_sharded(self) -> bool:
         """Whether the parts are slices of the experts, one file for each rank: the index says so,
         or, where there is none, the names in the first file do."""
@@ -120,6 +120,10 @@ class TensorSet:
         headers = {name: read_header(self.directory / name) for name in self.part_names}
         self._compare(headers)
         return headers
+
+    @cached_property
+    def _paths(self) -> dict[str, Path]:
+        return {name: self.directory / name for name in self.part_names}
 
     def _compare(self, headers: Mapping[str, Header]) -> None:
         if self.index is None:
@@ -184,7 +188,7 @@ class TensorSet:
         header = self.headers[part]
         return StoredTensor(
             name=name,
-            path=self.directory / part,
+            path=self._paths[part],
             start=header.data_start + header.tensors[name].start,
             dtype=info.dtype,
             shape=info.shape,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from milepost.errors import InvalidInputError
@@ -163,6 +163,8 @@ class HubMap:
         Tensors whose hub names are not all there, but whose runtime names are, are taken under
         those: a directory may hold experts fused that others hold one by one.
         """
+        if all(name in names for name in self.tensors):
+            return self
         tensors: dict[str, HubTensor] = {}
         for group in self._groups():
             sources = dict.fromkeys(piece.source for t in group for piece in t.pieces)
@@ -204,7 +206,12 @@ def _same(name: str, shape: Shape) -> HubTensor:
 
 def whole_piece(source: str, shape: Shape) -> tuple[HubPiece, ...]:
     """The one piece of a hub tensor that is a runtime tensor of this shape."""
-    return (HubPiece(source=source, copy=whole_copy(shape).normalised()),)
+    return (HubPiece(source=source, copy=_in_one_run(shape)),)
+
+
+@lru_cache(maxsize=4096)  # layers repeat their shapes
+def _in_one_run(shape: Shape) -> StridedCopy:
+    return whole_copy(shape).normalised()
 
 
 def drop_aliases(

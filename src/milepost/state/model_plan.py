@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from milepost.errors import MismatchError
-from milepost.state.declared import detached
 from milepost.state.leaves import Leaves, asks_its_own_way, collect_leaves, is_torch_hook
 from milepost.state.materialise import Materialisation, plan_materialisation
 from milepost.state.mismatch import (
@@ -65,15 +64,11 @@ class RestorePlan:
     must_equal: tuple[tuple[FQN, FQN], ...]
     report: ModelReport
     memory: Materialisation
-    live_names: dict[FQN, list[FQN]]
     extra: dict[FQN, Any] = field(default_factory=dict)
 
     def materialise(self) -> None:
         """Give what is on the meta device memory, and buffers in no checkpoint their values."""
         self.memory.run()
-        if self.memory.tensors:
-            for source, names in self.live_names.items():
-                self.targets[source] = [detached(self.leaves.tensors[name]) for name in names]
 
     def check_ties(self, equal: Callable[[FQN, FQN], bool]) -> None:
         """Refuse when `equal` says no to a pair of stored names that the live model ties."""
@@ -275,14 +270,10 @@ class _Planner:
         memory = plan_materialisation(model, whole, device=device)
         for name in self.leaves.indirect & set(self.source) - skipped:
             self.leaves.tensors[name] = torch.empty_like(self.leaves.tensors[name])
-        live_names: dict[FQN, list[FQN]] = {}
+        targets: dict[FQN, list[Tensor]] = {}
         for name, source in self.source.items():
             if name not in self.covered and name not in skipped:
-                live_names.setdefault(source, []).append(name)
-        targets = {
-            source: [detached(self.leaves.tensors[name]) for name in names]
-            for source, names in live_names.items()
-        }
+                targets.setdefault(source, []).append(self.leaves.tensors[name])
         report = ModelReport(
             filled=sum(len(live) for live in targets.values()),
             missing=tuple(lacking),
@@ -299,7 +290,6 @@ class _Planner:
             must_equal=tuple(pair for pair in self.must_equal if pair[0] in targets),
             report=report,
             memory=memory,
-            live_names=live_names,
             extra={name: v for name, v in self.extra.items() if name in self.leaves.extra},
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 
 from milepost.errors import InvalidInputError
@@ -64,7 +65,12 @@ def describe(tensor: Tensor, *, key: str) -> Held:
 
 def class_of(tensor: Any, *, key: str) -> PlacementClass:
     """The mesh and placements of a DTensor, by global rank."""
-    return PlacementClass(*_grid(tensor.device_mesh), placements_of(tensor.placements, key))
+    return _class_on(tensor.device_mesh, placements_of(tensor.placements, key))
+
+
+@lru_cache(maxsize=1024)  # a handful for all tensors of a model
+def _class_on(device_mesh: Any, placements: tuple[Placement, ...]) -> PlacementClass:
+    return PlacementClass(*_grid(device_mesh), placements)
 
 
 @lru_cache(maxsize=32)
@@ -78,7 +84,7 @@ def placements_of(placements: Iterable[Any], key: str) -> tuple[Placement, ...]:
     """torch's placements, or ours, as ours; `key` is the tensor's name in messages."""
     found: list[Placement] = []
     for placement in placements:
-        if isinstance(placement, Replicate | Shard):
+        if isinstance(placement, (Replicate, Shard)):
             found.append(placement)
         elif placement.is_replicate():
             found.append(Replicate())
@@ -88,14 +94,15 @@ def placements_of(placements: Iterable[Any], key: str) -> tuple[Placement, ...]:
                 "after the optimizer step, when gradients and sums are reduced"
             )
         else:
-            found.append(Shard(placement.dim, int(getattr(placement, "split_factor", 1))))
+            found.append(_shard(placement.dim, int(getattr(placement, "split_factor", 1))))
     return tuple(found)
+
+
+_shard = lru_cache(maxsize=256)(Shard)
 
 
 def own_rank() -> int:
     """The global rank of this process; 0 when it is alone."""
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from milepost.errors import UnencodableError
-from milepost.format.dtypes import DTYPES, by_torch_name
+from milepost.format.dtypes import DTYPES, Dtype, by_torch_name
 
 DECLARED_ATTRIBUTE = "_milepost_placement"
 
@@ -39,15 +40,19 @@ def global_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def stored_dtype(tensor: Tensor) -> str:
     """The safetensors word for the dtype of `tensor`, or torch's where there is none."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    known = by_torch_name(name)
-    return name if known is None else known.name
+    known = _known(tensor.dtype)
+    return str(tensor.dtype).removeprefix("torch.") if known is None else known.name
+
+
+@lru_cache(maxsize=256)  # a few dtypes, asked for every tensor
+def _known(dtype: torch.dtype) -> Dtype | None:
+    return by_torch_name(str(dtype).removeprefix("torch."))
 
 
 def stored_shape(tensor: Tensor) -> tuple[int, ...]:
     """Global shape as a header states it: the two elements in an F4 byte count as two."""
     shape = global_shape(tensor)
-    known = by_torch_name(str(tensor.dtype).removeprefix("torch."))
+    known = _known(tensor.dtype)
     if known is None or known.elements_per_torch == 1 or not shape:
         return shape
     return (*shape[:-1], shape[-1] * known.elements_per_torch)
@@ -62,14 +67,14 @@ def region(tensor: Tensor) -> Hashable | None:
     if tensor.numel() == 0:
         return None
     local = local_of(tensor)
+    device = local.device
     try:
-        address = 0 if local.device.type == "meta" else local.data_ptr()
+        address = 0 if device.type == "meta" else local.data_ptr()
     except (RuntimeError, NotImplementedError):
         address = 0
     if address == 0:
         return ("object", id(tensor))
-    place = (str(local.device), address, local.dtype, tuple(local.shape), local.stride())
-    return (*place, tuple(tensor.shape))
+    return device, address, local.dtype, local.shape, local.stride(), tensor.shape
 
 
 def refuse_unstorable(tensor: Tensor, *, key: str) -> None:
