@@ -28,18 +28,20 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from milepost.plan.parts import parse_nbytes
 
 MIB = 2**20
 GIB = 2**30
+Turn = TypeVar("Turn")
 PACKAGES = ("torch", "milepost", "safetensors", "transformers", "xxhash", "typer", "rich")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says. `child` is set in a process that measures one contender."""
+    """What the command line says. `child` is set in a process that measures one contender;
+    `more` has what only this script knows."""
 
     nbytes: int
     rounds: int
@@ -47,9 +49,16 @@ class Options:
     directory: Path
     memory: bool
     child: str | None
+    more: Mapping[str, Any]
 
 
-def parse_options(description: str, *, nbytes: str = "2GiB", rounds: int = 5) -> Options:
+def parse_options(
+    description: str,
+    *,
+    nbytes: str = "2GiB",
+    rounds: int = 5,
+    add_more: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Options:
     parser = argparse.ArgumentParser(description=description.strip().partition("\n")[0])
     parser.add_argument("--nbytes", default=nbytes, help=f"bytes of tensors (default {nbytes})")
     parser.add_argument("--rounds", type=int, default=rounds, help="measured, after a warm-up")
@@ -57,6 +66,9 @@ def parse_options(description: str, *, nbytes: str = "2GiB", rounds: int = 5) ->
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--skip-memory", action="store_true", help="no process for each contender")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    shared = {action.dest for action in parser._actions}
+    if add_more is not None:
+        add_more(parser)
     given = parser.parse_args()
     return Options(
         nbytes=parse_nbytes(given.nbytes),
@@ -65,6 +77,7 @@ def parse_options(description: str, *, nbytes: str = "2GiB", rounds: int = 5) ->
         directory=Path(given.directory),
         memory=not given.skip_memory,
         child=given.child,
+        more={name: value for name, value in vars(given).items() if name not in shared},
     )
 
 
@@ -148,13 +161,14 @@ class Contender:
 
 @dataclass(kw_only=True)
 class Result:
-    """What one contender took, in seconds, and further columns by name."""
+    """What one contender took, in seconds, at most as extra memory, and further columns by name."""
 
     name: str
     group: str
     synced: str
     is_baseline: bool
     seconds: list[float] = field(default_factory=list)
+    extra: float = 0.0
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -178,7 +192,7 @@ def run_rounds(
     }
     assert len(results) == len(contenders), "two contenders have one name"
     for number in range(rounds + 1):
-        for contender in _turns(contenders, number):
+        for contender in turns(contenders, number):
             seconds = timed(contender, directory, cold=cold)
             if number:
                 results[contender.name].seconds.append(seconds)
@@ -199,7 +213,8 @@ def timed(contender: Contender, directory: Path, *, cold: bool = False) -> float
     return seconds
 
 
-def _turns(contenders: Sequence[Contender], number: int) -> list[Contender]:
+def turns(contenders: Sequence[Turn], number: int) -> list[Turn]:
+    """The contenders in the order of a round."""
     first = number % len(contenders)
     turned = [*contenders[first:], *contenders[:first]]
     return turned[::-1] if number % 2 else turned

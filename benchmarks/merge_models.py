@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from _anonymous import measured
 from _common import (
-    MIB,
     Options,
     Report,
-    Result,
     answer,
-    child,
     find,
     parse_options,
-    progress,
-    settle,
     work_directory,
 )
+from _processes import Process, run_processes
 from _state import llm_shapes
 
 METHODS = {
@@ -125,60 +121,16 @@ def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
     return measured(lambda: run_merge(config, out, options))
 
 
-def measured(run: Any) -> dict[str, float]:
-    """Seconds, and how far anonymous memory rises."""
-    import threading
-
-    before = _anonymous_nbytes()
-    peak, stop = [before], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.005):
-            peak[0] = max(peak[0], _anonymous_nbytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    start = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - start
-    stop.set()
-    thread.join()
-    return {"seconds": seconds, "extra": peak[0] - before}
-
-
-def _anonymous_nbytes() -> int:
-    with open("/proc/self/status", "rb", buffering=0) as file:
-        text = file.read(4096)
-    line = next(line for line in text.splitlines() if line.startswith(b"RssAnon:"))
-    return int(line.split()[1]) * 1024
-
-
 CONTENDERS = {"milepost": merge_by_milepost, "mergekit": merge_by_mergekit}
 
 
 def measure(report: Report, options: Options, directory: Path) -> None:
-    import shutil
-
     for method, limit in METHODS.items():
-        results = {
-            name: Result(name=name, group="", synced="-", is_baseline=name == "mergekit")
+        processes = [
+            Process(name=name, told=f"{name}/{method}/{directory}", is_baseline=name == "mergekit")
             for name in CONTENDERS
-        }
-        extra: dict[str, int] = dict.fromkeys(CONTENDERS, 0)
-        for number in range(options.rounds + 1):
-            order = list(CONTENDERS)
-            for name in order[::-1] if number % 2 else order:
-                (directory / "output").mkdir()
-                settle()
-                found = child(options, f"{name}/{method}/{directory}")
-                shutil.rmtree(directory / "output")
-                if number:
-                    results[name].seconds.append(found["seconds"])
-                    extra[name] = max(extra[name], found["extra"])
-            progress(f"{method}: round {number} of {options.rounds}")
-        for name, result in results.items():
-            result.more["extra MiB"] = round(extra[name] / MIB, 1)
-        listed = list(results.values())
+        ]
+        listed = run_processes(processes, options, directory, title=f"{method}: ")
         report.times(method, listed, nbytes=options.nbytes)
         own, other = find(listed, "milepost"), find(listed, "mergekit")
         report.bar(
@@ -189,7 +141,7 @@ def measure(report: Report, options: Options, directory: Path) -> None:
         )
         report.bar(
             f"{method}: memory of merge-models / mergekit",
-            found=extra["milepost"] / max(1, extra["mergekit"]),
+            found=own.extra / max(1, other.extra),
             limit=0.25,
             higher_is_better=False,
         )

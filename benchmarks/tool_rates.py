@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from _anonymous import measured
 from _common import (
     MIB,
     Contender,
@@ -128,30 +128,6 @@ WRITTEN = {"reshard": 1.0, "cast": 0.5, "unfuse-moe-experts": 1.0}
 """Bytes written for each byte read."""
 
 
-def extra_anonymous_nbytes(run: Callable[[], None]) -> int:
-    """How far anonymous memory rises while `run` runs; the largest of samples 2 ms apart."""
-    before = _anonymous_nbytes()
-    peak, stop = [before], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.002):
-            peak[0] = max(peak[0], _anonymous_nbytes())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    run()
-    stop.set()
-    thread.join()
-    return peak[0] - before
-
-
-def _anonymous_nbytes() -> int:
-    with open("/proc/self/status", "rb", buffering=0) as file:
-        text = file.read(4096)
-    line = next(line for line in text.splitlines() if line.startswith(b"RssAnon:"))
-    return int(line.split()[1]) * 1024
-
-
 def measure(report: Report, options: Options, directory: Path) -> None:
     for verb, run in VERBS.items():
         source = directory / verb
@@ -199,7 +175,7 @@ def main() -> int:
         place = Path(name).with_name("memory")
         place.mkdir()
         run = partial(VERBS[verb], Path(name), place, options.nbytes)
-        answer(extra_anonymous_nbytes(run))
+        answer(measured(run)["extra"])
         shutil.rmtree(place)
         return 0
     report = Report(title="rates of after-training verbs", options=options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ import torch
 from torch import Tensor
 
 from milepost.errors import InvalidInputError
-from milepost.format.dtypes import DTYPES
 from milepost.hf.sidecar_files import SIDECARS
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import Carried, carried_files
 from milepost.tools.cast import refuse_quantised
-from milepost.tools.merge_peft_source import AdaptedTensor, open_with_adapter
-from milepost.tools.merging.chunks import CHUNK_NUMEL, Inputs
+from milepost.tools.merge_peft_source import open_with_adapter
+from milepost.tools.merging.chunks import CHUNK_NUMEL, Flat, Inputs, flat, rounded
 from milepost.tools.merging.layers import Planner, Wanted
+from milepost.tools.merging.methods import Method
 from milepost.tools.merging.parameters import resolve
 from milepost.tools.merging.recipe import Recipe
 from milepost.tools.merging.vocabulary import (
@@ -35,7 +37,15 @@ from milepost.tools.merging.vocabulary import (
 )
 from milepost.tools.rewrite.cards import Relation, RelationKind, hub_id_of
 from milepost.tools.rewrite.dtypes import FLOATS, torch_type
-from milepost.tools.rewrite.groups import Computed, Copied, Group, TensorSpec, passed, whole_range
+from milepost.tools.rewrite.groups import (
+    Computed,
+    Copied,
+    Group,
+    Streamed,
+    TensorSpec,
+    passed,
+    whole_range,
+)
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
@@ -44,6 +54,7 @@ from milepost.tools.rewrite.run import run_rewrite
 from milepost.tools.rewrite.source import SourceTensor
 
 _BALANCING = re.compile(r"(e_score_correction_bias|expert_bias|balancing_biases|router_bias)$")
+_PICKED_NBYTES = 16 * 2**20
 _TOKENIZER_FILES = re.compile(
     r"^(tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|chat_template.*|spiece\.model|.*\.tiktoken)$"
@@ -118,7 +129,13 @@ class _Merge:
             tied={a: kept for a, kept in self._main.tied.items() if a not in names},
             problems=problems,
         )
-        return run_rewrite(rewrite, output, options)
+        return run_rewrite(rewrite, output, self._options(len(sources), options))
+
+    def _options(self, inputs: int, given: RewriteOptions | None) -> RewriteOptions:
+        """With memory for every thread, unless the caller said how much."""
+        options = given or RewriteOptions()
+        room = options.threads * (_chunks_nbytes(CHUNK_NUMEL, inputs) + _PICKED_NBYTES)
+        return replace(options, memory_nbytes=options.memory_nbytes or room)
 
     def _arguments(self) -> dict[str, Any]:
         recipe = self._recipe
@@ -251,30 +268,21 @@ class _Merge:
         is_copy = recipe.method == "passthrough" and values.each["scale"][0] == 1.0
         if is_copy and alignment is None and inputs[0].dtype == spec.dtype:
             return Copied(output=spec, ranges=(whole_range(inputs[0]),))
-        has_base = wanted.base is not None
 
-        def make(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            tables = [tensors[str(number)] for number in range(len(inputs))]
+        def make() -> Iterator[Tensor]:
+            flats = [_flat(tensor) for tensor in inputs]
             if alignment is not None:
-                tables = alignment.aligned(tables)
-            models, base = (tables[:-1], tables[-1]) if has_base else (tables, None)
-            out = torch.empty(tables[0].shape, dtype=torch_type(spec.dtype))
-            method.run(Inputs(models, base, wanted.name), values, out)
-            return {spec.name: out}
+                tables = alignment.aligned([tensor.read() for tensor in inputs])
+                flats = [flat(table) for table in tables]
+            base = None if wanted.base is None else flats.pop()
+            merged = method.run(Inputs(flats, torch.Size(spec.shape), base, wanted.name), values)
+            return rounded(merged, torch_type(spec.dtype))
 
-        named = {str(number): tensor for number, tensor in enumerate(inputs)}
-        is_read_whole = any(isinstance(tensor, AdaptedTensor) for tensor in inputs)
-        in_bands = method.per_element and bool(spec.shape) and alignment is None
-        in_bands = in_bands and not is_read_whole
-        chunks = 4 * CHUNK_NUMEL * (3 * len(inputs) + 3)
-        rows = sum(tensor.nbytes for tensor in inputs) if alignment is not None else 0
-        masks = len(wanted.tensors) * inputs[0].nbytes // _itemsize(inputs[0].dtype)
-        return Computed(
-            inputs=named,
-            outputs=(spec,),
+        return Streamed(
+            inputs=tuple(inputs),
+            output=spec,
             make=make,
-            banded=tuple(named) if in_bands and spec.shape[0] else (),
-            scratch_nbytes=chunks + rows + (0 if in_bands else masks),
+            memory_nbytes=_memory_nbytes(method, inputs, spec, alignment),
         )
 
     def _same(self, name: str, inputs: Sequence[SourceTensor]) -> Group:
@@ -364,5 +372,24 @@ def _set_layers(config: dict[str, Any], layers: int, spans: Sequence[tuple[int, 
     return [f"num_hidden_layers: {before} became {layers}"]
 
 
-def _itemsize(dtype: str) -> int:
-    return max(1, DTYPES[dtype].nbits // 8)
+def _flat(tensor: SourceTensor) -> Flat:
+    return Flat(tensor.stored.torch_dtype(), tensor.stream)
+
+
+def _chunks_nbytes(numel: int, inputs: int) -> int:
+    """Memory of one thread that goes over so many inputs."""
+    return 4 * numel * (3 * inputs + 6)
+
+
+def _memory_nbytes(
+    method: Method, inputs: Sequence[SourceTensor], spec: TensorSpec, alignment: Alignment | None
+) -> int:
+    """What a merge holds: some chunks; tables that are aligned; what a method picked."""
+    numel, chunk = prod(spec.shape), CHUNK_NUMEL
+    if method.by_row:
+        chunk = max(chunk, prod(spec.shape[1:]) if len(spec.shape) > 1 else numel)
+    held = _chunks_nbytes(min(numel, chunk), len(inputs))
+    held += sum(tensor.held_nbytes for tensor in inputs)
+    if alignment is not None:
+        held += sum(2 * tensor.nbytes for tensor in inputs)
+    return held + (len(inputs) * numel // 4 if method.picks else 0)

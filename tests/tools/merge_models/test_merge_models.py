@@ -159,6 +159,48 @@ def test_a_random_merge_can_be_repeated_and_loads(
     assert torch.equal(model.lm_head.weight, first["lm_head.weight"])
 
 
+MERGE = """
+from pathlib import Path
+from milepost.tools.merge_models import Tokenizers, merge_models
+from tests.tools.merge_models.merging import FAST, command
+"""
+RUN = """
+place, method = Path(sys.argv[1]), sys.argv[2]
+paths = [place / str(number) for number in range(3)]
+base, knobs = (paths[0], {"density": 0.5}) if method != "slerp" else (None, {})
+models = paths[1:]
+recipe = command(models, method=method, base=base, knobs=knobs)
+merge_models(recipe, place / method, tokenizers=Tokenizers.ALLOW_MISSING, options=FAST)
+"""
+
+
+@pytest.mark.parametrize("method", ["slerp", "ties", "dare_ties", "della"])
+def test_no_tensor_is_whole_in_memory(
+    method: str, large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.tools.rewrite.memory import peak_anon_nbytes
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    peak = peak_anon_nbytes(MERGE, RUN, large, method)
+    assert peak < 40 * 2**20, f"{peak / 2**20:.1f} MiB with a tensor of 64 MiB in three models"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models of one tensor of 64 MiB."""
+    from safetensors.torch import save_file
+
+    place = tmp_path_factory.mktemp("large")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2**14, 2**11, generator=generator).mul_(0.02)
+    for number in range(3):
+        (place / str(number)).mkdir()
+        (place / str(number) / "config.json").write_text('{"model_type": "llama"}')
+        drifted = values.add(values.roll(number, 1), alpha=0.1 * number).bfloat16()
+        save_file({"lm_head.weight": drifted}, place / str(number) / "model.safetensors")
+    return place
+
+
 def test_layers_that_are_stacked_make_a_deeper_model_that_loads(
     models: list[Path], tmp_path: Path
 ) -> None:

@@ -1,61 +1,139 @@
-"""Tensors of several models, a bounded number of elements at a time, in fp32."""
+"""Tensors of several models in order, a bounded number of elements at a time, in fp32.
+
+A tensor is read as often as a method wants to go over it. Reading it again from the page cache into
+memory that is in the processor's cache already costs less than keeping all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from milepost.engine.source import memory_of
+from milepost.tools.rewrite.streams import MemoryStream, Stream
+
 CHUNK_NUMEL = 2**17
+"""Short enough for the cache that cores share, long enough that threads seldom wait for each other
+between operations."""
 
 
-class Inputs(NamedTuple):
-    """One tensor of every model, all of one shape, on the CPU; `base` is None where there is none.
+class _Rooms(threading.local):
+    """Memory of one thread by use and dtype."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_rooms = _Rooms()
+
+
+def room(use: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory of this thread for one `use`: the same every time, and what was in it is lost.
+
+    Fresh memory would cost more, page by page, than most operations on it.
+    """
+    numel = prod(shape)
+    held = _rooms.held.get((use, dtype))
+    if held is None or len(held) < numel:
+        held = _rooms.held[use, dtype] = torch.empty(numel, dtype=dtype)
+    return held[:numel].view(shape)
+
+
+class Flat(NamedTuple):
+    """One tensor, flattened: its dtype, and its bytes in order as often as they are asked for."""
+
+    dtype: torch.dtype
+    open: Callable[[], Stream]
+
+
+def flat(tensor: Tensor) -> Flat:
+    """A tensor that is in memory."""
+    return Flat(tensor.dtype, lambda: MemoryStream(tensor, 0))
+
+
+class Chunk(NamedTuple):
+    """The next elements: `values` `[models, elements]`, less those of the base if there is one, and
+    those of the base `[elements]`. Both are fp32, may be changed, and are gone with the next."""
+
+    values: Tensor
+    base: Tensor | None
+
+    @property
+    def origin(self) -> Tensor:
+        assert self.base is not None, "a method with a base was given none"
+        return self.base
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One tensor of every model, all of one shape; `base` is None where there is none.
 
     `key` seeds what is random: it differs for every tensor of a merge.
     """
 
-    models: Sequence[Tensor]
-    base: Tensor | None = None
+    models: Sequence[Flat]
+    shape: torch.Size
+    base: Flat | None = None
     key: str = ""
 
     @property
-    def shape(self) -> torch.Size:
-        return self.models[0].shape
-
-    @property
     def numel(self) -> int:
-        return self.models[0].numel()
+        return self.shape.numel()
 
-    def values(self, part: slice) -> list[Tensor]:
-        """The elements `part` of the flattened models, fp32; less those of the base if there is."""
-        found = [model.reshape(-1)[part].float() for model in self.models]
-        if self.base is None:
-            return found
-        origin = self.origin(part)
-        return [value - origin for value in found]
+    def length(self, multiple: int = 1) -> int:
+        """Elements of a chunk: about `CHUNK_NUMEL`, a multiple of `multiple` unless all fit."""
+        return min(self.numel, max(1, CHUNK_NUMEL // multiple) * multiple)
 
-    def value(self, number: int, part: slice) -> Tensor:
-        """The same for one of the models."""
-        found = self.models[number].reshape(-1)[part].float()
-        return found if self.base is None else found - self.origin(part)
+    def chunks(self, multiple: int = 1, every: int = 1) -> Iterator[Chunk]:
+        """All elements from the first on, in chunks of `length(multiple)`; the last may be shorter.
 
-    def origin(self, part: slice) -> Tensor:
-        """The elements `part` of the flattened base, fp32."""
-        assert self.base is not None, "a method with a base was given none"
-        return self.base.reshape(-1)[part].float()
+        Of each chunk only the first and every `every`-th after it, where that is more than 1.
+        """
+        numel, length = self.numel, self.length(multiple)
+        flats = [*self.models, *([] if self.base is None else [self.base])]
+        streams = [each.open() for each in flats]
+        itemsize = max(each.dtype.itemsize for each in flats)
+        raw = room("stored", length * itemsize, dtype=torch.uint8)
+        memory = memory_of(raw)
+        for start in range(0, numel, max(1, length)):
+            count = min(length, numel - start)
+            rows = room("values", len(flats), -(-count // every))
+            for row, each, stream in zip(rows, flats, streams, strict=True):
+                nbytes = count * each.dtype.itemsize
+                stream.read_into(memory[:nbytes])
+                row.copy_(raw[:nbytes].view(each.dtype)[::every])
+            if self.base is None:
+                yield Chunk(rows, None)
+            else:
+                yield Chunk(rows[:-1].sub_(rows[-1]), rows[-1])
 
 
-def parts_of(numel: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of about `CHUNK_NUMEL` flattened elements, each a multiple of `multiple` but the last
-    if `numel` is none."""
-    length = max(1, CHUNK_NUMEL // multiple) * multiple
-    for start in range(0, numel, length):
-        yield slice(start, min(start + length, numel))
+def added(rows: Tensor, out: Tensor) -> Tensor:
+    """The sum of `rows` `[n, elements]`, rounded as `rows.sum(0)` is; in `out`."""
+    if len(rows) >= _CASCADE:
+        return torch.sum(rows, 0, out=out)
+    if len(rows) == 1:
+        return out.copy_(rows[0])
+    torch.add(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        out.add_(row)
+    return out
 
 
-def put(out: Tensor, part: slice, values: Tensor) -> None:
-    """Store fp32 elements in the flattened `out`, cast once to its dtype."""
-    out.view(-1)[part].copy_(values)
+_CASCADE = 16
+"""As many rows or more are not added up one after the other by `torch.sum`."""
+
+
+def rounded(made: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """fp32 pieces cast once to `dtype`; each is gone with the next."""
+    for piece in made:
+        if dtype is torch.float32:
+            yield piece
+            continue
+        yield room("rounded", len(piece), dtype=dtype).copy_(piece)

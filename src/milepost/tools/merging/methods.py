@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from milepost.errors import InvalidInputError
-from milepost.tools.merging.chunks import Inputs, parts_of, put
+from milepost.tools.merging.chunks import Inputs, room
+from milepost.tools.merging.droppers import (
+    Dropper,
+    KeepByRank,
+    KeepLargest,
+    KeepMiddle,
+    KeepRandom,
+)
 from milepost.tools.merging.sparse import (
     Consensus,
-    Dropper,
     Rescale,
     Sum,
-    keep_all,
-    keep_by_rank,
-    keep_largest,
-    keep_middle,
-    keep_random,
     merge_by_variance,
     merge_differences,
 )
@@ -83,20 +84,22 @@ class Values:
         return self.shared[name] != 0
 
 
-Run = Callable[[Inputs, Values, Tensor], None]
+Run = Callable[[Inputs, Values], Iterator[Tensor]]
+"""The merged elements in order, fp32, in flat pieces; each is gone with the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """`least` and `most` count models without the base. `per_element` says that each element is
-    made of the same elements of the inputs, so that a tensor can go through in bands."""
+    """`least` and `most` count models without the base. One that `picks` elements keeps in memory
+    which, and one that works `by_row` needs a row, whatever its length, at a time."""
 
     base: Base
     run: Run
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     least: int = 1
     most: int | None = None
-    per_element: bool = False
+    picks: bool = False
+    by_row: bool = False
 
 
 def _shares(values: Values) -> np.ndarray:
@@ -107,30 +110,29 @@ def _shares(values: Values) -> np.ndarray:
     return np.asarray(weights / total)
 
 
-def _linear(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _linear(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     weights = torch.tensor(list(values.each["weight"]))
-    total = weights.sum()
-    is_mean = values.is_on("normalize") and abs(float(total)) >= _NO_WEIGHT
-    for part in parts_of(inputs.numel):
-        added = torch.zeros(part.stop - part.start)
-        for value, weight in zip(inputs.values(part), weights, strict=True):
-            added.addcmul_(value, weight)
-        put(out, part, added.div_(total) if is_mean else added)
+    total = float(weights.sum())
+    is_mean = values.is_on("normalize") and abs(total) >= _NO_WEIGHT
+    for rows, _ in inputs.chunks():
+        out = torch.mul(rows[0], weights[0], out=room("sums", rows.shape[1]))
+        for row, weight in zip(rows[1:], weights[1:], strict=True):
+            out.addcmul_(row, weight)
+        yield out.div_(total) if is_mean else out
 
 
-def _slerp(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _slerp(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     if len(inputs.models) == 2:
-        by_angles(inputs, out, lambda products: slerp_weights(products, values["t"]))
-    else:
-        _multislerp(inputs, values, out)
+        return by_angles(inputs, lambda products: slerp_weights(products, values["t"]))
+    return _multislerp(inputs, values)
 
 
-def _multislerp(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _multislerp(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     shares = _shares(values)
-    by_angles(inputs, out, lambda products: multislerp_weights(products, shares))
+    return by_angles(inputs, lambda products: multislerp_weights(products, shares))
 
 
-def _nuslerp(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _nuslerp(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     first, second = values.each["weight"]
     total = first + second
     t = 0.5 if abs(total) < 1e-6 else second / total
@@ -138,34 +140,38 @@ def _nuslerp(inputs: Inputs, values: Values, out: Tensor) -> None:
     def weights(products: np.ndarray) -> np.ndarray:
         return slerp_weights(products, t, colinear=1 - 1e-12)
 
-    if values.is_on("nuslerp_flatten"):
-        by_angles(inputs, out, weights)
-    else:
-        by_angles_of_rows(inputs, out, weights)
+    run = by_angles if values.is_on("nuslerp_flatten") else by_angles_of_rows
+    return run(inputs, weights)
 
 
-def _karcher(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _karcher(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     rounds, tolerance = int(values["max_iter"]), values["tol"]
-    by_angles(inputs, out, lambda products: karcher_weights(products, rounds, tolerance))
+    return by_angles(inputs, lambda products: karcher_weights(products, rounds, tolerance))
 
 
-def _stock(inputs: Inputs, values: Values, out: Tensor) -> None:
+def _stock(inputs: Inputs, values: Values) -> Iterator[Tensor]:
     run = by_angles_of_rows if values.is_on("filter_wise") else by_angles
-    run(inputs, out, stock_weights)
+    return run(inputs, stock_weights)
 
 
-def _sce(inputs: Inputs, values: Values, out: Tensor) -> None:
-    merge_by_variance(inputs, values["select_topk"], out)
+def _sce(inputs: Inputs, values: Values) -> Iterator[Tensor]:
+    return merge_by_variance(inputs, values["select_topk"])
 
 
-def _passthrough(inputs: Inputs, values: Values, out: Tensor) -> None:
-    add_up(inputs, [values.each["scale"][0]], out)
+def _passthrough(inputs: Inputs, values: Values) -> Iterator[Tensor]:
+    return add_up(inputs, [values.each["scale"][0]])
 
 
-def _differences(
-    dropper: Callable[[Values, int], Dropper], consensus: Consensus = Consensus.ALL
-) -> Run:
-    def run(inputs: Inputs, values: Values, out: Tensor) -> None:
+Choose = Callable[[Values, int], Dropper]
+
+
+def _differences(choose: Choose | None, consensus: Consensus = Consensus.ALL) -> Run:
+    def dropper(values: Values, number: int) -> Dropper | None:
+        if choose is None or values.each["density"][number] >= 1:
+            return None
+        return choose(values, number)
+
+    def run(inputs: Inputs, values: Values) -> Iterator[Tensor]:
         rescaled = "rescale" in values.shared and values.is_on("rescale")
         how = Sum(
             weights=values.each["weight"],
@@ -175,25 +181,25 @@ def _differences(
             normalise=values.is_on("normalize"),
             scale=values["lambda"],
         )
-        merge_differences(inputs, how, out)
+        return merge_differences(inputs, how)
 
     return run
 
 
 def _ties(values: Values, number: int) -> Dropper:
-    return keep_largest(values.each["density"][number])
+    return KeepLargest(values.each["density"][number])
 
 
 def _dare(values: Values, number: int) -> Dropper:
-    return keep_random(values.each["density"][number], values.seed)
+    return KeepRandom(values.each["density"][number], values.seed)
 
 
 def _della(values: Values, number: int) -> Dropper:
-    return keep_by_rank(values.each["density"][number], values.each["epsilon"][number], values.seed)
+    return KeepByRank(values.each["density"][number], values.each["epsilon"][number], values.seed)
 
 
 def _breadcrumbs(values: Values, number: int) -> Dropper:
-    return keep_middle(values.each["density"][number], values.each["gamma"][number])
+    return KeepMiddle(values.each["density"][number], values.each["gamma"][number])
 
 
 _WEIGHT = Parameter(default=1.0, each=True)
@@ -222,7 +228,8 @@ _GAMMA = Parameter(default=0.01, least=0.0, most=1.0, each=True)
 
 
 def _sparse(run: Run, parameters: Mapping[str, Parameter]) -> Method:
-    return Method(base=Base.REQUIRED, run=run, parameters=parameters)
+    by_row = "epsilon" in parameters
+    return Method(base=Base.REQUIRED, run=run, parameters=parameters, picks=True, by_row=by_row)
 
 
 METHODS: dict[str, Method] = {
@@ -230,7 +237,6 @@ METHODS: dict[str, Method] = {
         base=Base.REFUSED,
         run=_linear,
         parameters={"weight": _WEIGHT, "normalize": _flag(True)},
-        per_element=True,
     ),
     "slerp": Method(
         base=Base.REFUSED,
@@ -245,6 +251,7 @@ METHODS: dict[str, Method] = {
         parameters={"weight": _WEIGHT, "nuslerp_flatten": _flag(True)},
         least=2,
         most=2,
+        by_row=True,
     ),
     "karcher": Method(
         base=Base.REFUSED,
@@ -255,13 +262,16 @@ METHODS: dict[str, Method] = {
         },
     ),
     "model_stock": Method(
-        base=Base.REQUIRED, run=_stock, parameters={"filter_wise": _flag(False)}, least=2
+        base=Base.REQUIRED,
+        run=_stock,
+        parameters={"filter_wise": _flag(False)},
+        least=2,
+        by_row=True,
     ),
     "task_arithmetic": Method(
         base=Base.REQUIRED,
-        run=_differences(lambda values, number: keep_all),
+        run=_differences(None),
         parameters=_sums(normalize=False),
-        per_element=True,
     ),
     "ties": _sparse(_differences(_ties, Consensus.SIGN), _sums(normalize=True, density=_DENSITY)),
     "dare_linear": _sparse(_differences(_dare), _drops(normalize=False, rescale=True)),
@@ -286,13 +296,13 @@ METHODS: dict[str, Method] = {
         base=Base.REQUIRED,
         run=_sce,
         parameters={"select_topk": Parameter(default=1.0, least=0.0, most=1.0)},
+        picks=True,
     ),
     "passthrough": Method(
         base=Base.REFUSED,
         run=_passthrough,
         parameters={"scale": Parameter(default=1.0, each=True)},
         most=1,
-        per_element=True,
     ),
 }
 """By name, as mergekit calls them."""

@@ -1,28 +1,26 @@
 """Merges of differences to a base, of which some elements are dropped before they are added up.
 
 Task arithmetic (Ilharco et al., 2022), TIES (Yadav et al., 2023), DARE (Yu et al., 2023), DELLA
-(Deep et al., 2024), breadcrumbs (Davari and Belilovsky, 2023), SCE (Wan et al., 2024). What is
-random is drawn for every tensor and model from a seed of its own, so that a merge can be repeated
-and does not depend on the order of tensors, threads or memory.
+(Deep et al., 2024), breadcrumbs (Davari and Belilovsky, 2023), SCE (Wan et al., 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
-from milepost.errors import InvalidInputError
-from milepost.tools.merging.chunks import Inputs, parts_of, put
-from milepost.tools.merging.select import Kept, largest
+from milepost.tools.merging.chunks import Inputs, added, room
+from milepost.tools.merging.droppers import Dropper, Mask, keep_all, sizes_of
+from milepost.tools.merging.select import Bits, Cut, Kept, largest
 
 _NO_LENGTH = 1e-7
+_SIGN = -(2**31)
 
 
 class Consensus(Enum):
@@ -40,241 +38,198 @@ class Rescale(Enum):
     L1 = "l1"
 
 
-class Dropper(Protocol):
-    """Gives the masks of what is kept of one model's differences, part after part."""
-
-    def __call__(self, inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """(part, differences, mask) for every part, in order."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """How the differences are added up: `base + scale * sum(w d) [/ sum(w)]`."""
+    """How the differences are added up: `base + scale * sum(w d) [/ sum(w)]`.
+
+    A model whose dropper is None keeps all of them.
+    """
 
     weights: Sequence[float]
-    droppers: Sequence[Dropper]
+    droppers: Sequence[Dropper | None]
     rescale: Rescale = Rescale.NO
     consensus: Consensus = Consensus.ALL
     normalise: bool = False
     scale: float = 1.0
 
 
-def merge_differences(inputs: Inputs, how: Sum, out: Tensor) -> None:
-    """Fill `out` with the base and the sum of the differences to it."""
-    kept_of = [_Kept(inputs, n, dropper, how.rescale) for n, dropper in enumerate(how.droppers)]
-    weights = torch.tensor(list(how.weights), dtype=torch.float32)[:, None]
-    for pieces in zip(*(each.parts() for each in kept_of), strict=True):
-        part = pieces[0][0]
-        kept = torch.stack([differences for _, differences in pieces]).mul_(weights)
-        divisor: Tensor = weights.sum(0)
+def merge_differences(inputs: Inputs, how: Sum) -> Iterator[Tensor]:
+    """The base and the sum of the differences to it, chunk by chunk."""
+    kept = _Kept(inputs, how)
+    weights = torch.tensor(list(how.weights), dtype=torch.float32)
+    divisor = float(weights.sum())
+    for rows, origin in inputs.chunks(kept.multiple):
+        assert origin is not None, "differences are to a base"
+        kept.apply(rows)
+        rows.mul_(weights[:, None])
+        out, signs, divisors = room("sums", 3, rows.shape[1])
         if how.consensus is Consensus.SIGN:
-            agree = _agreement(kept)
-            kept, divisor = kept * agree, (weights * agree).sum(0)
-            divisor[divisor == 0] = 1
-        elif abs(float(divisor)) < 1e-8:
-            divisor = torch.ones(1)
-        total = kept.sum(0)
-        if how.normalise:
-            total /= divisor
-        put(out, part, total.mul_(how.scale).add_(inputs.origin(part)))
+            _flip_to_majority(rows, signs)
+            added(rows, out)
+            if how.normalise:
+                out.div_(_divisors(rows, weights, divisors))
+            _flip(out, signs)
+        else:
+            added(rows, out)
+            if how.normalise and abs(divisor) >= 1e-8:
+                out.div_(divisor)
+        if how.scale != 1:
+            out.mul_(how.scale)
+        yield out.add_(origin)
 
 
-def _agreement(kept: Tensor) -> Tensor:
-    """Which elements have the sign of the sum; a sum of 0 counts as positive."""
-    majority = torch.where(kept.sum(0) >= 0, 1.0, -1.0)
-    return kept.sign() == majority
+def _flip_to_majority(rows: Tensor, signs: Tensor) -> None:
+    """Change all signs so that the sum of each column of `rows` `[n, elements]` is positive, and
+    zero what is still negative. A sum of 0 is positive as it is. `signs` becomes what was flipped.
+    """
+    added(rows, signs).view(torch.int32).bitwise_and_(_SIGN)
+    _flip(rows, signs)
+    rows.clamp_(min=0)
+
+
+def _flip(values: Tensor, signs: Tensor) -> None:
+    values.view(torch.int32).bitwise_xor_(signs.view(torch.int32))
+
+
+def _divisors(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """The sum of the weights of those `rows` `[n, elements]` that are not 0; 1 where it is 0.
+
+    In `out`; `rows`, which are not negative, are used up.
+    """
+    added(rows.sign_().mul_(weights[:, None]), out)
+    return out.add_(_as_floats(out.numpy() == 0, rows[0]))
+
+
+def _as_floats(mask: NDArray[np.bool_], out: Tensor) -> Tensor:
+    return out.copy_(torch.from_numpy(mask.view(np.uint8)))
 
 
 class _Kept:
-    """What is kept of one model's differences, rescaled.
+    """What is kept of the differences of every model, and by which factor it is scaled.
 
-    The factor is known only once all masks are; they stay in memory meanwhile, a byte an element.
+    The factors are known only once all masks are; these stay in memory meanwhile, a bit an element.
     """
 
-    def __init__(self, inputs: Inputs, number: int, dropper: Dropper, rescale: Rescale) -> None:
-        self._inputs, self._number, self._dropper = inputs, number, dropper
-        self._factor = 1.0
-        self._masks: list[Tensor] = []
-        if rescale is Rescale.L1 and dropper is not keep_all:
+    def __init__(self, inputs: Inputs, how: Sum) -> None:
+        self._inputs, self._droppers = inputs, how.droppers
+        chosen = [dropper for dropper in how.droppers if dropper is not None]
+        self.multiple = max([1, *(dropper.row_numel(inputs.shape) for dropper in chosen)])
+        self._factors: Tensor | None = None
+        self._masks = self._begin(_cuts(inputs, how.droppers)) if chosen else []
+        if how.rescale is Rescale.L1 and chosen:
             self._measure()
 
+    def _begin(self, cuts: Sequence[Sequence[Cut]]) -> list[Mask]:
+        return [
+            keep_all if dropper is None else dropper.masks(self._inputs, number, cuts[number])
+            for number, dropper in enumerate(self._droppers)
+        ]
+
+    def apply(self, rows: Tensor) -> None:
+        """Zero in the next chunk what is dropped, and scale the rest."""
+        if self._masks:
+            rows.mul_(self._next(rows)[1])
+        if self._factors is not None:
+            rows.mul_(self._factors)
+
+    def _next(self, rows: Tensor) -> tuple[NDArray[np.bool_], Tensor]:
+        """The masks of the next chunk, as they are and as 0 and 1."""
+        mask = room("mask", *rows.shape, dtype=torch.bool).numpy()
+        for find, values, out in zip(self._masks, rows.numpy(), mask, strict=True):
+            find(values, out)
+        return mask, _as_floats(mask, room("mask", *rows.shape))
+
     def _measure(self) -> None:
-        before = after = 0.0
-        for _, differences, mask in self._dropper(self._inputs, self._number):
-            sizes = differences.abs_()
-            before += float(sizes.sum(dtype=torch.float64))
-            after += float(sizes.mul_(mask).sum(dtype=torch.float64))
-            self._masks.append(mask)
-        if before >= _NO_LENGTH and after >= _NO_LENGTH:
-            self._factor = before / after
-
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(part, differences with zeros for what was dropped) for every part, in order."""
-        if not self._masks:
-            for part, differences, mask in self._dropper(self._inputs, self._number):
-                yield part, differences.mul_(mask)
-            return
-        start = 0
-        for mask in self._masks:
-            part = slice(start, start + len(mask))
-            start = part.stop
-            yield part, self._inputs.value(self._number, part).mul_(mask).mul_(self._factor)
+        """Go over all differences once, for their L1 norms and those of what is kept."""
+        before, after = torch.zeros(2, len(self._droppers), dtype=torch.float64).unbind()
+        packed = []
+        for rows, _ in self._inputs.chunks(self.multiple):
+            mask, floats = self._next(rows)
+            packed.append(np.packbits(mask, axis=1))
+            before += rows.abs_().sum(1)
+            after += rows.mul_(floats).sum(1)
+        self._masks = [_unpacked(packed, number) for number in range(len(self._droppers))]
+        has_length = (before >= _NO_LENGTH) & (after >= _NO_LENGTH)
+        factors = torch.where(has_length, before / after, 1.0)
+        self._factors = factors.float()[:, None]
 
 
-# ---- what is kept
+def _unpacked(packed: Sequence[NDArray[np.uint8]], number: int) -> Mask:
+    left = iter(packed)
+
+    def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+        out[:] = np.unpackbits(next(left)[number], count=len(out)).view(np.bool_)
+
+    return mask
 
 
-def keep_all(inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Everything."""
-    for part in parts_of(inputs.numel):
-        yield part, inputs.value(number, part), torch.ones(1)
+def _cuts(inputs: Inputs, droppers: Sequence[Dropper | None]) -> list[list[Cut]]:
+    """The cuts that each of the droppers asks for."""
+    counts = [[] if d is None else list(d.counts(inputs.numel)) for d in droppers]
+    numbers = [number for number, each in enumerate(counts) for _ in each]
+    found: list[list[Cut]] = [[] for _ in droppers]
+    if not numbers:
+        return found
 
+    def sizes(every: int) -> Iterator[list[Bits]]:
+        for rows, _ in inputs.chunks(every=every):
+            values = rows.numpy()
+            bits = sizes_of(values, values.view(np.int32))
+            yield [bits[number] for number in numbers]
 
-def keep_largest(density: float) -> Dropper:
-    """The `max(1, floor(density n))` largest by magnitude (TIES)."""
-    if density >= 1:
-        return keep_all
-
-    def drop(inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        if not inputs.numel:
-            return
-        count = max(1, int(density * inputs.numel))
-        kept = Kept(largest(_sizes(inputs, number), inputs.numel, count))
-        for part in parts_of(inputs.numel):
-            differences = inputs.value(number, part)
-            yield part, differences, kept.mask(differences.abs())
-
-    return drop
-
-
-def keep_middle(density: float, gamma: float) -> Dropper:
-    """All but the `floor(gamma n)` largest and the smallest, so that `floor(density n)` remain.
-
-    (Breadcrumbs.) Fewer of the largest are dropped when there would not be enough left.
-    """
-    if density >= 1:
-        return keep_all
-
-    def drop(inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        numel, sizes = inputs.numel, _sizes(inputs, number)
-        wanted = int(density * numel)
-        top = numel - wanted - max(0, numel - wanted - int(gamma * numel))
-        inner = Kept(largest(sizes, numel, top)) if top else None
-        outer = Kept(largest(sizes, numel, top + wanted)) if top + wanted else None
-        for part in parts_of(numel):
-            differences = inputs.value(number, part)
-            size = differences.abs()
-            mask = torch.zeros_like(size, dtype=torch.bool) if outer is None else outer.mask(size)
-            if inner is not None:
-                mask &= ~inner.mask(size)
-            yield part, differences, mask
-
-    return drop
-
-
-def keep_random(density: float, seed: int) -> Dropper:
-    """Each with probability `density` (DARE)."""
-    if density >= 1:
-        return keep_all
-
-    def drop(inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        generator = _generator(seed, inputs.key, number)
-        for part in parts_of(inputs.numel):
-            differences = inputs.value(number, part)
-            yield part, differences, torch.rand(len(differences), generator=generator) < density
-
-    return drop
-
-
-def keep_by_rank(density: float, epsilon: float, seed: int) -> Dropper:
-    """Each with a probability from `density - epsilon` for the smallest of its row to
-    `density + epsilon` for the largest (DELLA)."""
-    if density >= 1:
-        return keep_all
-    if density + epsilon >= 1 or density - epsilon <= 0:
-        raise InvalidInputError(
-            f"density {density} with epsilon {epsilon}: expected both density - epsilon and "
-            "density + epsilon between 0 and 1"
-        )
-
-    def drop(inputs: Inputs, number: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        generator = _generator(seed, inputs.key, number)
-        width = inputs.shape[1:].numel() if len(inputs.shape) > 1 else inputs.numel
-        for part in parts_of(inputs.numel, max(1, width)):
-            differences = inputs.value(number, part)
-            ranks = _ranks(differences.abs().view(-1, width)).reshape(-1)
-            chance = density - epsilon + 2 * epsilon * ranks / max(1, width - 1)
-            draws = torch.rand(len(differences), generator=generator)
-            yield part, differences, draws < chance
-
-    return drop
-
-
-def _ranks(sizes: Tensor) -> Tensor:
-    """Position of every element in its row when that is sorted upwards, from 0, fp32.
-
-    Size and column are sorted as one number, which is several times faster than sorting columns by
-    size.
-    """
-    columns = np.arange(sizes.shape[1], dtype=np.uint64)
-    keys = sizes.contiguous().view(torch.int32).numpy().astype(np.uint64) << np.uint64(32)
-    keys |= columns
-    keys.sort(axis=1)
-    order = (keys & np.uint64(2**32 - 1)).astype(np.int64)
-    ranks = np.empty(sizes.shape, dtype=np.float32)
-    np.put_along_axis(ranks, order, columns.astype(np.float32)[None, :], axis=1)
-    return torch.from_numpy(ranks)
-
-
-def _sizes(inputs: Inputs, number: int) -> Callable[[slice], Tensor]:
-    return lambda part: inputs.value(number, part).abs()
-
-
-def _generator(seed: int, key: str, number: int) -> torch.Generator:
-    mixed = xxhash.xxh64_intdigest(f"{seed}/{number}/{key}".encode()) >> 1
-    return torch.Generator().manual_seed(mixed)
+    wanted = [count for each in counts for count in each]
+    for number, cut in zip(numbers, largest(sizes, inputs.numel, wanted), strict=True):
+        found[number].append(cut)
+    return found
 
 
 # ---- SCE
 
 
-def merge_by_variance(inputs: Inputs, select_topk: float, out: Tensor) -> None:
+def merge_by_variance(inputs: Inputs, select_topk: float) -> Iterator[Tensor]:
     """SCE: keep the elements that differ most between the models, weigh models by the mean square
     of what they keep, drop what has not the sign of the sum, and average."""
-    numel, count = inputs.numel, len(inputs.models)
-
-    def variance(part: slice) -> Tensor:
-        return torch.stack(inputs.values(part)).var(0, unbiased=False)
-
-    kept: Callable[[], Callable[[slice], Tensor]]
-    if select_topk >= 1:
-        kept = _everywhere
-    else:
-        nonzero = sum(int(variance(part).count_nonzero()) for part in parts_of(numel))
-        wanted = int(nonzero * select_topk)
-        cut = largest(variance, numel, wanted) if wanted else None
-
-        def kept() -> Callable[[slice], Tensor]:
-            if cut is None:
-                return lambda part: torch.zeros(1)
-            masks = Kept(cut)
-            return lambda part: masks.mask(variance(part))
-
+    count = len(inputs.models)
+    cut = None if select_topk >= 1 else _most_varying(inputs, select_topk)
     squares = torch.zeros(count, dtype=torch.float64)
-    mask = kept()
-    for part in parts_of(numel):
-        chosen = torch.stack(inputs.values(part)) * mask(part)
-        squares += chosen.double().square().sum(1)
-    mean = squares / max(1, numel)
+    for rows, _ in _chosen(inputs, cut):
+        squares += rows.double().square().sum(1)
+    mean = squares / max(1, inputs.numel)
     total = float(mean.sum())
     shares = torch.full_like(mean, 1 / count) if total < 1e-6 else mean / total
-    mask = kept()
-    for part in parts_of(numel):
-        chosen = torch.stack(inputs.values(part)) * mask(part)
-        weights = shares.float()[:, None] * _agreement(chosen)
-        merged = (chosen * weights).sum(0) / weights.sum(0).clamp(min=1e-6)
-        put(out, part, merged.add_(inputs.origin(part)))
+    weights = shares.float()[:, None]
+    for rows, origin in _chosen(inputs, cut):
+        (signs,) = room("sums", 1, rows.shape[1])
+        _flip_to_majority(rows, signs)
+        divisor = (rows.sign() * weights).sum(0).clamp_(min=1e-6)
+        out = rows.mul_(weights).sum(0).div_(divisor)
+        _flip(out, signs)
+        yield out.add_(origin)
 
 
-def _everywhere() -> Callable[[slice], Tensor]:
-    return lambda part: torch.ones(1)
+def _most_varying(inputs: Inputs, share: float) -> Cut:
+    """The cut that keeps this share of the elements that are not the same in all models."""
+
+    def sizes(every: int) -> Iterator[list[Bits]]:
+        for rows, _ in inputs.chunks(every=every):
+            yield [_variance(rows)]
+
+    varying = sum(int(np.count_nonzero(bits)) for (bits,) in sizes(1))
+    (cut,) = largest(sizes, inputs.numel, [int(varying * share)])
+    return cut
+
+
+def _variance(rows: Tensor) -> Bits:
+    variance = rows.var(0, unbiased=False).numpy()
+    return sizes_of(variance, variance.view(np.int32))
+
+
+def _chosen(inputs: Inputs, cut: Cut | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The differences, zero where the models vary less than `cut` says, and the base."""
+    kept = None if cut is None else Kept(cut)
+    for chunk in inputs.chunks():
+        if kept is not None:
+            mask = np.empty(chunk.values.shape[1], dtype=np.bool_)
+            kept.mask(_variance(chunk.values), mask)
+            chunk.values.mul_(torch.from_numpy(mask))
+        yield chunk.values, chunk.origin

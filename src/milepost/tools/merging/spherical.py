@@ -7,49 +7,49 @@ fp64, part by part; then the weights are a few numbers, and one more pass adds u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from milepost.errors import InvalidInputError
-from milepost.tools.merging.chunks import Inputs, parts_of, put
+from milepost.tools.merging.chunks import Inputs, room
 
 COLINEAR_SLERP = 0.9995
 _TINY = 1e-8
 Weights = Callable[[np.ndarray], np.ndarray]
 
 
-def add_up(inputs: Inputs, weights: Sequence[float], out: Tensor) -> None:
-    """`out` = base + the weighted sum of the inputs (of their differences to a base)."""
+def add_up(inputs: Inputs, weights: Sequence[float]) -> Iterator[Tensor]:
+    """The base + the weighted sum of the inputs (of their differences to a base)."""
     factors = [float(weight) for weight in weights]
-    for part in parts_of(inputs.numel):
-        total = torch.zeros(part.stop - part.start)
-        for value, factor in zip(inputs.values(part), factors, strict=True):
-            total.add_(value, alpha=factor)
-        put(out, part, total if inputs.base is None else total.add_(inputs.origin(part)))
+    for rows, base in inputs.chunks():
+        out = torch.mul(rows[0], factors[0], out=room("sums", rows.shape[1]))
+        for row, factor in zip(rows[1:], factors[1:], strict=True):
+            out.add_(row, alpha=factor)
+        yield out if base is None else out.add_(base)
 
 
-def by_angles(inputs: Inputs, out: Tensor, weights: Weights) -> None:
-    """`out` as the sum with the weights that `weights` makes of the inner products `[n, n]`."""
+def by_angles(inputs: Inputs, weights: Weights) -> Iterator[Tensor]:
+    """The sum with the weights that `weights` makes of the inner products `[n, n]`."""
     products = np.zeros((len(inputs.models), len(inputs.models)))
-    for part in parts_of(inputs.numel):
-        stacked = torch.stack(inputs.values(part)).double()
-        products += (stacked @ stacked.T).numpy()
-    add_up(inputs, weights(products).tolist(), out)
+    for rows, _ in inputs.chunks():
+        wide = room("wide", *rows.shape, dtype=torch.float64).copy_(rows)
+        products += (wide @ wide.T).numpy()
+    return add_up(inputs, weights(products).tolist())
 
 
-def by_angles_of_rows(inputs: Inputs, out: Tensor, weights: Weights) -> None:
+def by_angles_of_rows(inputs: Inputs, weights: Weights) -> Iterator[Tensor]:
     """The same with weights for each row, the last dim; tensors of one dim are one row."""
     width = max(1, inputs.shape[-1] if inputs.shape else 1)
-    for part in parts_of(inputs.numel, width):
-        rows = torch.stack(inputs.values(part)).view(len(inputs.models), -1, width)
+    for values, base in inputs.chunks(width):
+        rows = values.view(len(inputs.models), -1, width)
         wide = rows.double()
         products = torch.einsum("irc,jrc->rij", wide, wide).numpy()
         factors = torch.from_numpy(np.stack([weights(each) for each in products])).float()
         total = torch.einsum("irc,ri->rc", rows, factors).reshape(-1)
-        put(out, part, total if inputs.base is None else total.add_(inputs.origin(part)))
+        yield total if base is None else total.add_(base)
 
 
 def slerp_weights(products: np.ndarray, t: float, colinear: float = COLINEAR_SLERP) -> np.ndarray:

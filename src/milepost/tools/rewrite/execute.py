@@ -19,7 +19,7 @@ from milepost.engine.source import Scratch, TensorSource, memory_of
 from milepost.format.digests import Extent, cut_extents
 from milepost.plan.parts import PartPlan
 from milepost.storage import fileops
-from milepost.tools.rewrite.groups import Computed, Copied, Group, TensorSpec
+from milepost.tools.rewrite.groups import Computed, Copied, Group, Streamed, TensorSpec
 from milepost.tools.rewrite.heap import Heap
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.plan import OutputPlan
@@ -189,6 +189,10 @@ def _tasks(groups: Sequence[Group], plan: OutputPlan, files: Sequence[PartFile])
             targets = {files[plan.places[spec.name][0]] for spec in group.outputs}
             work = partial(_compute, group, plan, files)
             ordered.append(_Task(work, list(targets), group.memory_nbytes))
+        elif isinstance(group, Streamed) and group.output.nbytes:
+            number, start = plan.places[group.output.name]
+            work = partial(_stream, group, files[number], start)
+            ordered.append(_Task(work, [files[number]], group.memory_nbytes))
     return ordered
 
 
@@ -275,12 +279,15 @@ def _compute(
 def _compute_bands(group: Computed, writers: dict[str, RunWriter], scratch: Scratch) -> None:
     whole = {k: tensor.read() for k, tensor in group.inputs.items() if k not in group.banded}
     streams = {key: group.inputs[key].stream() for key in group.banded}
+    bands = {}
+    for key in group.banded:
+        stored = group.inputs[key].stored
+        shape = (group.rows_per_band, *stored.torch_shape()[1:])
+        bands[key] = torch.empty(shape, dtype=stored.torch_dtype())  # used again for each band
     for first, last in group.bands():
         tensors = dict(whole)
         for key, stream in streams.items():
-            stored = group.inputs[key].stored
-            shape = (last - first, *stored.torch_shape()[1:])
-            tensors[key] = torch.empty(shape, dtype=stored.torch_dtype())
+            tensors[key] = bands[key][: last - first]
             stream.read_into(memory_of(tensors[key]))
         _put(group, tensors, writers, scratch, rows=last - first)
 
@@ -294,11 +301,15 @@ def _put(
     rows: int | None,
 ) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    nbytes += group.scratch_nbytes if rows is None else 0
     made = dict(group.make(tensors))
     tensors.clear()
     for spec in group.outputs:
         tensor = made.pop(spec.name)
-        _check(spec, tensor, rows)
+        shape = spec.torch_shape
+        if rows is not None:
+            shape = (group.made_of(spec, rows), *shape[1:])
+        _check(spec, tensor, shape)
         if spec.name in writers:
             source = TensorSource(tensor, spec.name)
             for view in source.pieces(0, source.nbytes, scratch):
@@ -308,8 +319,16 @@ def _put(
     _heap.used(nbytes)
 
 
-def _check(spec: TensorSpec, tensor: torch.Tensor, rows: int | None) -> None:
-    shape = spec.torch_shape if rows is None else (rows, *spec.torch_shape[1:])
+def _stream(group: Streamed, file: PartFile, start: int, scratch: Scratch) -> None:
+    torch.set_num_threads(1)  # of this thread; pieces are too short to be divided
+    writer = RunWriter(file, start, [start + group.output.nbytes])
+    for piece in group.make():
+        _check(group.output, piece, (len(piece),))
+        writer.put(memory_of(piece))
+    writer.finish()
+
+
+def _check(spec: TensorSpec, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     found = (dtype_name(tensor), tuple(tensor.shape))
     assert found == (spec.dtype, shape), f"{spec.name}: made as {found}, not {(spec.dtype, shape)}"
 

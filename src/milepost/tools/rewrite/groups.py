@@ -1,15 +1,18 @@
 """What a rewrite consists of: groups of tensors that are made together, known from headers alone.
 
-A group is either `Copied`, one output tensor whose bytes are byte ranges of inputs (a tensor that
-passes through, a slice along dim 0, several joined along dim 0), or `Computed`, output tensors that
-a function makes of input tensors. Copies take no memory to speak of; what is computed takes that of
-its inputs and outputs, or of one band of rows at a time where the function goes row by row.
+A group is `Copied`, one output tensor whose bytes are byte ranges of inputs (a tensor that passes
+through, a slice along dim 0, several joined along dim 0); `Computed`, output tensors that a
+function makes of input tensors; or `Streamed`, one output tensor that a function makes in order, of
+inputs that it reads itself, as often as it wants. Copies take no memory to speak of; what is
+computed takes that of its inputs and outputs, or of one band of rows at a time where the function
+goes row by row; what is streamed takes what it says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import lcm
 from typing import TypeAlias
 
 from torch import Tensor
@@ -81,18 +84,14 @@ class Copied:
         if len(self.ranges) != 1:
             return False
         tensor = self.ranges[0].tensor
-        same = (tensor.name, tensor.dtype, tensor.shape)
+        same = (tensor.name, tensor.stored_dtype, tensor.shape)
         out = self.output
         return same == (out.name, out.dtype, out.shape) and self.ranges[0].nbytes == tensor.nbytes
 
     @property
     def memory_nbytes(self) -> int:
-        """What it holds at a time: a tensor that lies in no file is read whole, by rows."""
-        return sum(
-            part.nbytes + 2 * part.tensor.row_nbytes
-            for part in self.ranges
-            if part.tensor.path is None
-        )
+        """What it holds at a time: the most that a stream of its inputs does."""
+        return max((part.tensor.held_nbytes for part in self.ranges), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +100,9 @@ class Computed:
 
     `banded` are keys of inputs that are read a band of rows (dim 0) at a time: `make` is then
     called once for each band, and its outputs are the same rows of all `outputs`. The other inputs
-    are read once and given whole to each call. `scratch_nbytes` is what `make` needs besides its
-    inputs and outputs (in a band, besides those of the band).
+    are read once and given whole to each call. Of outputs in `rows_for`, one row is made of so many
+    rows of a band (the last one of fewer): bands are multiples of all of them. `scratch_nbytes` is
+    what `make` needs besides its inputs and outputs (in a band, besides those of the band).
 
     `make` runs in any thread, under `torch.no_grad()`. It may return its inputs, views of them,
     and tensors of any strides; they must have the dtypes and shapes that were declared.
@@ -112,6 +112,7 @@ class Computed:
     outputs: tuple[TensorSpec, ...]
     make: Make
     banded: tuple[str, ...] = ()
+    rows_for: Mapping[str, int] = field(default_factory=dict)
     scratch_nbytes: int = 0
     rows_per_band: int = field(default=0, init=False)
 
@@ -119,11 +120,23 @@ class Computed:
         if not self.banded:
             return
         lengths = {self.inputs[key].shape[:1] for key in self.banded}
-        lengths |= {spec.shape[:1] for spec in self.outputs}
         assert len(lengths) == 1 and () not in lengths, "bands run along one dim 0"
-        (length,) = lengths.pop()
-        band = max(1, BAND_NBYTES // max(1, self._banded_nbytes // max(1, length)))
+        length = self._length
+        for spec in self.outputs:
+            assert spec.shape and spec.shape[0] == self.made_of(spec, length), "rows of a band"
+        step = lcm(*self.rows_for.values())
+        group = step * max(1, self._banded_nbytes // max(1, length))
+        band = step * max(1, BAND_NBYTES // group)
         object.__setattr__(self, "rows_per_band", min(band, max(1, length)))
+
+    @property
+    def _length(self) -> int:
+        """Rows that go through in bands."""
+        return self.inputs[self.banded[0]].shape[0]
+
+    def made_of(self, spec: TensorSpec, rows: int) -> int:
+        """How many rows of an output are made of so many rows of a band."""
+        return -(-rows // self.rows_for.get(spec.name, 1))
 
     @property
     def _banded_nbytes(self) -> int:
@@ -137,23 +150,45 @@ class Computed:
 
     def bands(self) -> list[tuple[int, int]]:
         """The rows of each call, in order."""
-        (length, *_) = self.outputs[0].shape
-        step = self.rows_per_band
+        length, step = self._length, self.rows_per_band
         return [(first, min(first + step, length)) for first in range(0, length, step)]
 
     @property
     def memory_nbytes(self) -> int:
         """What it holds at a time."""
         read = sum(tensor.nbytes for tensor in self.inputs.values())
+        held = sum(tensor.held_nbytes for tensor in self.inputs.values()) + self.scratch_nbytes
         if not self.banded:
-            return read + sum(spec.nbytes for spec in self.outputs) + self.scratch_nbytes
-        length = max(1, self.outputs[0].shape[0])
+            return read + sum(spec.nbytes for spec in self.outputs) + held
         whole = read - sum(self.inputs[key].nbytes for key in self.banded)
-        band = -(-self._banded_nbytes * self.rows_per_band // length)
-        return whole + band + self.scratch_nbytes
+        band = -(-self._banded_nbytes * self.rows_per_band // max(1, self._length))
+        return whole + band + held
 
 
-Group: TypeAlias = Copied | Computed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """One output tensor that `make` makes in order, of `inputs` that it reads itself.
+
+    `make()` gives contiguous pieces, flat, in the output's dtype, that are all of it one after the
+    other. Each is written before the next is asked for, so they may lie in the same memory. It runs
+    in any thread, under `torch.no_grad()`, and holds `memory_nbytes` at a time.
+    """
+
+    inputs: tuple[SourceTensor, ...]
+    output: TensorSpec
+    make: Callable[[], Iterator[Tensor]]
+    memory_nbytes: int
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return (self.output,)
+
+    @property
+    def sources(self) -> tuple[SourceTensor, ...]:
+        return self.inputs
+
+
+Group: TypeAlias = Copied | Computed | Streamed
 
 
 def passed(tensor: SourceTensor, *, name: str | None = None) -> Copied:
@@ -192,6 +227,23 @@ def joined(name: str, shape: tuple[int, ...], tensors: Iterable[SourceTensor]) -
     parts = tuple(whole_range(tensor) for tensor in tensors)
     (dtype,) = {part.tensor.dtype for part in parts}
     return Copied(output=TensorSpec(name=name, dtype=dtype, shape=shape), ranges=parts)
+
+
+def rows_of(copied: Copied, name: str, rows: tuple[int, int]) -> Copied:
+    """Rows `[a, b)` of what is copied, along its dim 0."""
+    whole = copied.output
+    row = whole.nbytes // whole.shape[0]
+    first, last = (row * number for number in rows)
+    parts, passed_by = [], 0
+    for part in copied.ranges:
+        start, end = max(first - passed_by, 0), min(last - passed_by, part.nbytes)
+        if start < end:
+            parts.append(
+                ByteRange(tensor=part.tensor, start=part.start + start, end=part.start + end)
+            )
+        passed_by += part.nbytes
+    spec = TensorSpec(name=name, dtype=whole.dtype, shape=(rows[1] - rows[0], *whole.shape[1:]))
+    return Copied(output=spec, ranges=tuple(parts))
 
 
 def by_rows(

@@ -1,0 +1,196 @@
+"""What is kept of one model's differences: the largest, all but the extremes, or some by chance.
+
+What is random is drawn for every tensor and model from a seed of its own, so that a merge can be
+repeated and does not depend on the order of tensors, threads or memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from milepost.errors import InvalidInputError
+from milepost.tools.merging.chunks import Inputs, room
+from milepost.tools.merging.select import MAGNITUDE, Bits, Cut, Kept
+
+Mask: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.bool_]], None]
+"""`mask(values, out)` says in `out` which `values` of the next chunk are kept; called with all
+chunks in order."""
+
+
+class Dropper(Protocol):
+    """One way to choose."""
+
+    def row_numel(self, shape: torch.Size) -> int:
+        """Elements that must be seen together; chunks are multiples of it."""
+        ...
+
+    def counts(self, numel: int) -> Sequence[int]:
+        """For which numbers of largest elements it needs the cuts."""
+        ...
+
+    def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
+        """Begin with the first chunk of the model `number`."""
+        ...
+
+
+def sizes_of(values: NDArray[np.float32], out: Bits | None = None) -> Bits:
+    """Absolute values as integers of the same order, in `out` or in memory of this thread."""
+    if out is None:
+        out = room("sizes", *values.shape, dtype=torch.int32).numpy()
+    return np.bitwise_and(values.view(np.int32), np.int32(MAGNITUDE), out=out)
+
+
+def keep_all(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+    """The mask of what drops nothing."""
+    out[:] = True
+
+
+class _BySize:
+    def row_numel(self, shape: torch.Size) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLargest(_BySize):
+    """The `max(1, floor(density n))` largest by magnitude, none at a density of 0 (TIES)."""
+
+    density: float
+
+    def counts(self, numel: int) -> Sequence[int]:
+        return [min(numel, max(1, int(self.density * numel))) if self.density > 0 else 0]
+
+    def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
+        kept = Kept(cuts[0])
+        return lambda values, out: kept.mask(sizes_of(values), out)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepMiddle(_BySize):
+    """All but the `floor(gamma n)` largest and the smallest, so that `floor(density n)` remain.
+
+    (Breadcrumbs.) Fewer of the largest are dropped when there would not be enough left.
+    """
+
+    density: float
+    gamma: float
+
+    def counts(self, numel: int) -> Sequence[int]:
+        wanted = int(self.density * numel)
+        top = numel - wanted - max(0, numel - wanted - int(self.gamma * numel))
+        return [top, top + wanted]
+
+    def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
+        inner, outer = (Kept(cut) for cut in cuts)
+
+        def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+            sizes, top = sizes_of(values), np.empty_like(out)
+            inner.mask(sizes, top)
+            outer.mask(sizes, out)
+            np.greater(out, top, out=out)
+
+        return mask
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRandom:
+    """Each with probability `density` (DARE)."""
+
+    density: float
+    seed: int
+
+    def row_numel(self, shape: torch.Size) -> int:
+        return 1
+
+    def counts(self, numel: int) -> Sequence[int]:
+        return []
+
+    def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
+        draws = _Draws(self.seed, inputs.key, number)
+        (limit,) = draws.limits(np.array([self.density]))
+        return lambda values, out: np.less(draws.take(len(values)), limit, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepByRank:
+    """Each with a probability from `density - epsilon` for the smallest of its row to
+    `density + epsilon` for the largest (DELLA). Equal elements are ranked by column."""
+
+    density: float
+    epsilon: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        density, epsilon = self.density, self.epsilon
+        if density + epsilon >= 1 or density - epsilon <= 0:
+            raise InvalidInputError(
+                f"density {density} with epsilon {epsilon}: expected both density - epsilon and "
+                "density + epsilon between 0 and 1"
+            )
+
+    def row_numel(self, shape: torch.Size) -> int:
+        return max(1, shape[1:].numel() if len(shape) > 1 else shape.numel())
+
+    def counts(self, numel: int) -> Sequence[int]:
+        return []
+
+    def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
+        width = self.row_numel(inputs.shape)
+        draws = _Draws(self.seed, inputs.key, number)
+        ranks = np.arange(width) / max(1, width - 1)
+        limits = draws.limits(self.density - self.epsilon + 2 * self.epsilon * ranks)
+
+        def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+            count = len(values)
+            order = _order(sizes_of(values), width)
+            chosen = draws.take(count).reshape(-1, width) < limits
+            found = torch.from_numpy(out)
+            found.scatter_(0, torch.from_numpy(order), torch.from_numpy(chosen.reshape(-1)))
+
+        return mask
+
+
+def _order(sizes: Bits, width: int) -> NDArray[np.int64]:
+    """The places of all elements, those of each row by size from the smallest up.
+
+    Size and place are sorted as one number, which is several times faster than sorting places by
+    size.
+    """
+    keys = room("keys", len(sizes), dtype=torch.int64).numpy()
+    np.left_shift(sizes, 32, out=keys, dtype=np.int64)
+    rows = keys.reshape(-1, width)
+    rows |= np.arange(width)
+    rows.sort(axis=1)
+    rows &= 2**32 - 1
+    rows += np.arange(0, len(sizes), width)[:, None]
+    return keys
+
+
+class _Draws:
+    """Random numbers of 16 bits in a row, whatever the lengths in which they are taken."""
+
+    def __init__(self, seed: int, key: str, number: int) -> None:
+        mixed = xxhash.xxh64_intdigest(f"{seed}/{number}/{key}".encode())
+        self._bits = np.random.SFC64(mixed)
+        self._shift = int(self._bits.random_raw()) / 2**64
+        self._left = np.empty(0, dtype=np.uint16)
+
+    def limits(self, chances: NDArray[np.float64]) -> NDArray[np.uint16]:
+        """A draw is below the limit with this chance: the limit's 16 bits are rounded by chance."""
+        limits = np.floor(chances * 2**16 + self._shift)
+        return np.minimum(limits, 2**16 - 1).astype(np.uint16)
+
+    def take(self, count: int) -> NDArray[np.uint16]:
+        """The next `count` numbers."""
+        words = -(-max(0, count - len(self._left)) // 4)
+        drawn = self._bits.random_raw(words).view(np.uint16)
+        if len(self._left):
+            drawn = np.concatenate([self._left, drawn])
+        self._left = drawn[count:]
+        return drawn[:count]
