@@ -151,13 +151,16 @@ def squared_norms(weight: Tensor, low_rank: LowRank) -> Tensor:
     return total.square().sum(dim=1 - low_rank.magnitude_dim)
 
 
-def fold(weight: Tensor, low_rank: LowRank, squares: Tensor | None = None) -> Tensor:
+def fold(
+    weight: Tensor, low_rank: LowRank, squares: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """The weight with the factors folded in, in the weight's dtype; no operand is changed.
 
     With a magnitude, `squares` are the `squared_norms` of the whole weight for these indices; when
-    they are not given, `weight` is the whole weight.
+    they are not given, `weight` is the whole weight. The sum is made in `out` where that is given:
+    of the weight's shape, fp32 (fp64 for such weights); it may be the weight itself.
     """
-    total = _added(weight, low_rank)
+    total = _added(weight, low_rank, out)
     if low_rank.magnitude is not None:
         dim = low_rank.magnitude_dim
         if squares is None:
@@ -171,9 +174,9 @@ def fold_bias(bias: Tensor, of_b: Tensor, scale: float) -> Tensor:
     return (bias.float() + of_b.float() * scale).to(bias.dtype)
 
 
-def _added(weight: Tensor, low_rank: LowRank) -> Tensor:
+def _added(weight: Tensor, low_rank: LowRank, out: Tensor | None = None) -> Tensor:
     wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
     base, left, right = (t.to(wide) for t in (weight, low_rank.left, low_rank.right))
     if base.dim() == 3:
-        return torch.baddbmm(base, left, right, alpha=low_rank.scale)
-    return torch.addmm(base, left, right, alpha=low_rank.scale)
+        return torch.baddbmm(base, left, right, alpha=low_rank.scale, out=out)
+    return torch.addmm(base, left, right, alpha=low_rank.scale, out=out)

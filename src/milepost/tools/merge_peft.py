@@ -48,12 +48,12 @@ _TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json
                     "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
 
-class Verify(Enum):
+class Compare(Enum):
     """Whether the output is compared with the adapter before it gets its name."""
 
-    NONE = "none"
+    NOTHING = "nothing"
     OUTPUTS = "outputs"
-    """transformers and peft run base and adapter, and transformers the output, on a few tokens."""
+    """transformers and peft run base and adapter, and transformers the output, on some tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def merge_peft_adapters(
     dtype: str | None = None,
     num_labels: int | None = None,
     tied: TiedDelta | str = TiedDelta.FOLD,
-    verify: Verify = Verify.NONE,
+    compare: Compare = Compare.NOTHING,
     options: RewriteOptions | None = None,
 ) -> MergeReport:
     """Fold adapters (`DIR` or `DIR:WEIGHT`) into their base, as the directory `output`.
@@ -87,7 +87,7 @@ def merge_peft_adapters(
     or were trained on another; quantised bases; and adapters that change no stored value. Errors
     otherwise: see `run_rewrite`.
     """
-    merge = _Merge(adapters, base, task, dtype, num_labels, TiedDelta(tied), verify)
+    merge = _Merge(adapters, base, task, dtype, num_labels, TiedDelta(tied), compare)
     report = run_rewrite(merge.rewrite(), output, options)
     known = {each.name: getattr(report, each.name) for each in fields(RewriteReport)}
     return MergeReport(**known, differences=merge.differences.by_name)
@@ -102,7 +102,7 @@ class _Merge:
         dtype: str | None,
         num_labels: int | None,
         tied: TiedDelta,
-        verify: Verify,
+        compare: Compare,
     ) -> None:
         if not adapters:
             raise InvalidInputError("no adapter was given (--adapter-dir)")
@@ -113,7 +113,7 @@ class _Merge:
         self.task = default_task(self.adapters) if task is None else MergeTask(task)
         self.problems, self.differences = Problems(), Differences()
         self._dtype = None if dtype is None else float_type(dtype)
-        self._num_labels, self._tied, self._verify = num_labels, tied, verify
+        self._num_labels, self._tied, self._compare = num_labels, tied, compare
         self._check_adapters()
         self.merging = Merging(
             BaseIndex(self.source),
@@ -133,7 +133,7 @@ class _Merge:
                 problems.refuse(f"{adapter.directory}: the same adapter was given more than once")
             problems.attempt(partial(refuse_merged_twice, adapter, self.source))
             problems.attempt(partial(refuse_other_base, adapter, self.source))
-        if self._verify is Verify.OUTPUTS and (
+        if self._compare is Compare.OUTPUTS and (
             len(self.adapters) > 1
             or self.adapters[0].weight != 1.0
             or self.adapters[0].config.experts is not None
@@ -263,7 +263,7 @@ class _Merge:
                 f"{lost} of {moved} elements that the adapters move are the same as before after "
                 "rounding to the stored dtype (--dtype float32 keeps them)"
             )
-        if self._verify is Verify.OUTPUTS:
+        if self._compare is Compare.OUTPUTS:
             adapter = self.adapters[0].directory
             rewrite.notes += verify_outputs(self.source.path, adapter, directory, self.task)
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from milepost.adapters.names import PREFIX, aligned
 from milepost.hf.expert_layouts import BANK, DOWN, EXPERT, GATE_UP, UP, ExpertNames, expert_names
+from milepost.hf.foreign_calls import attempt
 from milepost.tools.merge_peft_edits import Region
 from milepost.tools.rewrite.source import Source, SourceTensor
 
@@ -72,15 +75,10 @@ class BaseIndex:
     def _ties(self) -> dict[str, str]:
         found = dict(self.source.tied)
         tensors = self.source.tensors
-        config, text = self.source.config, self.source.text_config
-        is_tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
         embedding = next((n for n in tensors if n.endswith(_EMBEDDINGS)), None)
-        default = config.get("model_type") in _TIED_BY_DEFAULT
-        if embedding is None or not (default if is_tied is None else is_tied):
+        if embedding is None or _HEAD in tensors or _HEAD in found:
             return found
-        if "lm_head.weight" not in tensors:
-            found.setdefault("lm_head.weight", embedding)
-        return found
+        return found | ({_HEAD: embedding} if _is_tied(self.source) else {})
 
     def _in_module(self, stored: str) -> str:
         """A name of the hub as modules of transformers have it."""
@@ -121,8 +119,31 @@ class BaseIndex:
         return found
 
 
+_HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-_TIED_BY_DEFAULT = frozenset({"gpt2", "gemma", "gemma2", "gemma3", "gemma3_text"})
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def _is_tied(source: Source) -> bool:
+    """Whether a head that is in no file is the embedding, as config.json declares it.
+
+    What that leaves out is the default of the configuration's class. Where transformers cannot be
+    asked it is true, the one value that `save_pretrained` ever left out, for a class with a head.
+    """
+    config = source.config
+    stated = source.text_config.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    if stated is not None:
+        return bool(stated)
+    known, _ = attempt(partial(_default_of_class, config.get("model_type")))
+    if known is not None:
+        return known
+    return any(str(name).endswith(_WITH_HEAD) for name in config.get("architectures") or ())
+
+
+def _default_of_class(model_type: Any) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return bool(CONFIG_MAPPING[model_type]().tie_word_embeddings)
 
 
 def _bank(held: Mapping[tuple[str, int], SourceTensor], names: ExpertNames) -> Bank | None:

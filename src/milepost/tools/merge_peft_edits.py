@@ -6,12 +6,14 @@ several adapters the differences to the same base, each times its adapter's weig
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +30,35 @@ Region: TypeAlias = tuple[int, int, int]
 """Expert, first row, end: the rows of one expert in a bank [experts, rows, columns]."""
 
 Apply: TypeAlias = Callable[[Tensor, Tensor, slice], Tensor]
-"""`(base, total, rows)` to the new total: both are these rows of the weight, wide."""
+"""`(base, total, rows)` to the new total: both are these rows of the weight, wide. `base` and what
+is not the thread's own memory for sums stay as they are."""
+
+
+class _Memory(threading.local):
+    """Memory of one thread for a chunk, used again for the next: what is allocated anew is cleared
+    by the system first, and that takes as long as the arithmetic."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, what: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of the shape of `like`, for one purpose. More than a chunk is not kept."""
+        if like.numel() > CHUNK_NUMEL:
+            return torch.empty(like.shape, dtype=dtype)
+        key = (what, dtype)
+        if key not in self._held:
+            self._held[key] = torch.empty(CHUNK_NUMEL, dtype=dtype)
+        return self._held[key][: like.numel()].view(like.shape)
+
+    def for_sum(self, total: Tensor) -> Tensor:
+        """Where a sum that continues `total` is made: in its place once it lies in this memory."""
+        held = self._held.get(("total", total.dtype))
+        if held is not None and held.data_ptr() == total.data_ptr():
+            return total
+        return self.take("total", total, total.dtype)
+
+
+_memory = _Memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +113,10 @@ class LowRankEdit(Edit):
 
         return apply
 
-    def _folded(
-        self, base: Tensor, total: Tensor, low: LowRank, squares: Tensor | None = None
-    ) -> Tensor:
+    def _folded(self, base: Tensor, total: Tensor, low: LowRank, squares: Tensor | None) -> Tensor:
         if low.magnitude is None:
-            return fold(total, replace(low, scale=low.scale * self.weight))
+            scaled = replace(low, scale=low.scale * self.weight)
+            return fold(total, scaled, out=_memory.for_sum(total))
         return blended(base, total, fold(base, low, squares), self.weight)
 
     def _in_place(self, low: LowRank, place: Region) -> Apply:
@@ -98,7 +127,10 @@ class LowRankEdit(Edit):
                 return total
             spot = (expert - rows.start, slice(first, end))
             made = total.clone()
-            made[spot] = self._folded(base[spot], total[spot], low)
+            if low.magnitude is None:
+                made[spot] = fold(total[spot], replace(low, scale=low.scale * self.weight))
+            else:
+                made[spot] = blended(base[spot], total[spot], fold(base[spot], low), self.weight)
             return made
 
         return apply
@@ -166,7 +198,7 @@ def chunks(shape: Sequence[int]) -> Iterator[slice]:
         yield slice(first, min(first + step, length))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """How a tensor came out: elements, those that adapters move, those whose stored value changed,
     and the square of the norm of the stored difference."""
@@ -176,6 +208,14 @@ class Difference:
     changed: int = 0
     square: float = 0.0
 
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(
+            numel=self.numel + other.numel,
+            moved=self.moved + other.moved,
+            changed=self.changed + other.changed,
+            square=self.square + other.square,
+        )
+
 
 @dataclass(slots=True)
 class Differences:
@@ -184,18 +224,11 @@ class Differences:
     by_name: dict[str, Difference] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, name: str, base: Tensor, total: Tensor, stored: Tensor) -> None:
-        """Count a chunk: wide values before and after, and after as they are stored."""
-        delta = stored.to(base.dtype) - base
-        changed = int(delta.count_nonzero())
-        moved = changed if stored.dtype is total.dtype else int((total != base).count_nonzero())
-        square = float(torch.linalg.vector_norm(delta)) ** 2
+    def add(self, name: str, found: Difference) -> None:
+        """Add what came of a part of the tensor `name`."""
         with self._guard:
-            found = self.by_name.setdefault(name, Difference())
-            found.numel += base.numel()
-            found.moved += max(moved, changed)
-            found.changed += changed
-            found.square += square
+            known = self.by_name.setdefault(name, Difference())
+            self.by_name[name] = known + found
 
 
 def edited_group(
@@ -225,7 +258,8 @@ def edited_group(
         for name in tensors:
             base = given[name]
             started = [edit.start(factors_of(edit, given), base) for edit in edits[name]]
-            made[name] = _edited(name, base, started, dtypes[name], differences)
+            made[name], found = _edited(name, base, started, torch_type(dtypes[name]))
+            differences.add(name, found)
         return made
 
     banded: list[str] = []
@@ -248,17 +282,50 @@ def edited_group(
 
 
 def _edited(
-    name: str, base: Tensor, started: Sequence[Apply], dtype: str, differences: Differences
-) -> Tensor:
-    out = torch.empty(base.shape, dtype=torch_type(dtype))
+    name: str, base: Tensor, started: Sequence[Apply], dtype: torch.dtype
+) -> tuple[Tensor, Difference]:
+    """The tensor after all changes, and what they did; chunk by chunk, each while it is in cache.
+
+    `InvalidInputError` where a finite value becomes infinite in the stored dtype.
+    """
+    out = torch.empty(base.shape, dtype=dtype)
+    found = Difference()
     scalar = base.dim() == 0
     source, target = (base.reshape(1), out.view(1)) if scalar else (base, out)
     for rows in chunks(source.shape):
-        before = wide(source[rows])
+        before, stored = _widened(source[rows]), target[rows]
         total = before
         for apply in started:
             total = apply(before, total, rows)
-        target[rows] = total
-        refuse_overflow(total, target[rows], name)
-        differences.add(name, before, total, target[rows])
-    return out
+        stored.copy_(total)
+        found += _difference(name, before, total, stored)
+    return out, found
+
+
+def _widened(chunk: Tensor) -> Tensor:
+    if chunk.dtype in (torch.float32, torch.float64):
+        return chunk
+    return _memory.take("base", chunk, torch.float32).copy_(chunk)
+
+
+def _difference(name: str, before: Tensor, total: Tensor, stored: Tensor) -> Difference:
+    """Of a chunk: wide values before and after, and after as they are stored.
+
+    A value that became infinite makes the norm of the stored difference so, too: only then are
+    values looked at one by one.
+    """
+    delta = _memory.take("delta", before, before.dtype).copy_(stored).sub_(before).view(-1)
+    square = float(torch.dot(delta, delta))
+    if not math.isfinite(square):
+        refuse_overflow(total, stored, name)
+    changed = _count_unequal(delta, np.float32(0))
+    moved = changed
+    if stored.dtype is not total.dtype and total is not before:
+        moved = max(changed, _count_unequal(total.reshape(-1), before.view(-1).numpy()))
+    return Difference(numel=before.numel(), moved=moved, changed=changed, square=square)
+
+
+def _count_unequal(values: Tensor, others: np.ndarray | np.float32) -> int:
+    """How many `values` are others; numpy compares and counts several times as fast as torch."""
+    mask = _memory.take("mask", values, torch.bool).numpy()
+    return int(np.count_nonzero(np.not_equal(values.numpy(), others, out=mask)))

@@ -23,7 +23,7 @@ from milepost.tools.merge_peft_base import BaseIndex
 from milepost.tools.merge_peft_config import MergeTask
 from milepost.tools.merge_peft_edits import Differences
 from milepost.tools.merge_peft_groups import Banks, Merging, TiedDelta
-from milepost.tools.rewrite.groups import Computed, Copied
+from milepost.tools.rewrite.groups import Computed, Copied, TensorSpec
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import EpSlices, Source, SourceTensor, open_source
 from milepost.tools.rewrite.streams import MemoryStream, Stream
@@ -43,6 +43,11 @@ class AdaptedTensor(SourceTensor):
 
     def stream(self, first: int = 0, last: int | None = None) -> Stream:
         return MemoryStream(self.read(), first)
+
+    @property
+    def held_nbytes(self) -> int:
+        """All of it, and what it is made of."""
+        return self.nbytes + sum(tensor.nbytes for tensor in self.group.inputs.values())
 
 
 class AdaptedSource(Source):
@@ -71,10 +76,14 @@ class AdaptedSource(Source):
         self._ties = merging.ties()
         made: dict[str, SourceTensor] = {}
         for group in groups:
-            for spec in group.outputs:
-                if isinstance(group, Copied):
-                    made[spec.name] = self.tensors[spec.name]
+            if isinstance(group, Copied):
+                (tensor,) = group.sources
+                if tensor.source is base and tensor.name == group.output.name:
+                    made[tensor.name] = self.tensors[tensor.name]
                     continue
+                group = _as_it_is(tensor, group.output)
+            assert isinstance(group, Computed), "a merge copies tensors or makes them whole"
+            for spec in group.outputs:
                 made[spec.name] = AdaptedTensor(
                     name=spec.name,
                     dtype=spec.dtype,
@@ -94,6 +103,15 @@ class AdaptedSource(Source):
         """That of the base, and the adapter."""
         adapter = {"name": self.adapter.directory.name, "digest": self.adapter.digest}
         return {**super().identity(), "adapter": adapter}
+
+
+def _as_it_is(tensor: SourceTensor, spec: TensorSpec) -> Computed:
+    """A tensor of the adapter, or one under another name, for readers of this source."""
+    return Computed(
+        inputs={tensor.name: tensor},
+        outputs=(spec,),
+        make=lambda given: {spec.name: given[tensor.name]},
+    )
 
 
 def open_with_adapter(path: Path, problems: Problems) -> Source:

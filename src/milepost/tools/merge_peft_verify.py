@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from milepost.errors import InvalidInputError
+from milepost.hf.foreign_calls import attempt
 from milepost.tools.merge_peft_config import MergeTask
 
 TOKENS = 24
+TEXT = (
+    "An adapter is a small change to a large model. What it says must not change when it is folded "
+    "in: not here (3 + 4 = 7), nor in def double(x): return 2 * x, nor in a list of Ada, Bo and Cy."
+)
 TOLERANCE = {"F32": 1e-4, "F64": 1e-4, "F16": 1e-2, "BF16": 5e-2}
 """The largest norm of the difference of outputs, over that of the outputs, by the dtype of the
 merged weights: what rounding each weight once makes of them."""
 
 
 def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> list[str]:
-    """Run both in fp32 on a few tokens; what is to be told about it.
+    """Run both in fp32 on text (where there is a tokenizer) and on ids from all over the
+    vocabulary; what is to be told about it.
 
     `InvalidInputError` when the outputs are further apart than rounding explains, or transformers
     or peft are not installed. Loads the base and the merged model, one after the other.
@@ -35,15 +43,15 @@ def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> 
     }
     kind: Any = kinds[task]
     after = kind.from_pretrained(merged, dtype=torch.float32).eval()
-    ids = _tokens(after.config)
-    found = _output(after, ids)
+    rows = _rows(merged, after.config)
+    found = _output(after, rows)
     labels = {"num_labels": after.config.num_labels} if task is MergeTask.CLASSIFICATION else {}
     del after
     model = kind.from_pretrained(base, dtype=torch.float32, **labels)
     wanted_rows = _rows_of_adapter(adapter)
     if wanted_rows is not None and wanted_rows != model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(wanted_rows)
-    expected = _output(PeftModel.from_pretrained(model, str(adapter)).eval(), ids)
+    expected = _output(PeftModel.from_pretrained(model, str(adapter)).eval(), rows)
     off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
     limit = max(TOLERANCE[name] for name in _dtypes(merged))
     if not off <= limit:
@@ -52,27 +60,37 @@ def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> 
             f"their norm, more than rounding explains ({limit:g}); nothing was kept: is the base "
             "the one that the adapter was trained on?"
         )
+    counts = " and ".join(f"{row.numel()} {what}" for what, row in rows.items())
     return [
-        f"verified on {ids.numel()} tokens: outputs differ from those of the adapter by "
+        f"verified on {counts}: outputs differ from those of the adapter by "
         f"{off:.3g} of their norm (at most {limit:g})"
     ]
 
 
-def _tokens(config: Any) -> torch.Tensor:
-    """Ids spread over the vocabulary, in two rows."""
+def _rows(directory: Path, config: Any) -> dict[str, torch.Tensor]:
+    """Rows of ids, [1, length], by what they are."""
     text = config.get_text_config()
-    ids = torch.linspace(0, text.vocab_size - 1, TOKENS).long()
-    ids = torch.cat([ids[::2], ids[1::2]]).view(2, -1)
     padding = getattr(text, "pad_token_id", None)
-    return ids if padding is None else ids.masked_fill(ids == padding, (padding + 1) % 2)
+    ids = torch.linspace(0, text.vocab_size - 1, TOKENS).long()
+    if padding is not None:
+        ids = ids.masked_fill(ids == padding, (padding + 1) % 2)
+    rows = {"tokens from all over the vocabulary": ids.view(1, -1)}
+    encoded, _ = attempt(partial(_encoded, directory))
+    known = [token for token in encoded or () if token < text.vocab_size and token != padding]
+    return rows | ({"tokens of text": torch.tensor([known])} if known else {})
 
 
-def _output(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    if getattr(model.config, "pad_token_id", None) is None:
-        ids = ids[:1]  # a classifier without a padding token takes one row
+def _encoded(directory: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    return list(tokenizer(TEXT)["input_ids"])
+
+
+def _output(model: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=ids).logits
-    return logits.double()
+        logits = [model(input_ids=ids).logits.double().flatten() for ids in rows.values()]
+    return torch.cat(logits)
 
 
 def _rows_of_adapter(adapter: Path) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -16,6 +17,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from milepost.tools.rewrite.options import RewriteOptions
+
+QUICK = RewriteOptions(is_durable=False, threads=2)
+PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -128,3 +134,9 @@ def outputs(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(input_ids=ids).logits
     return logits
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """What the one file of a model has."""
+    tensors: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
+    return tensors

@@ -49,7 +49,7 @@ def merge_peft_adapters(
     LoRA, rsLoRA, DoRA, of linear layers, embeddings and experts; sidecars are applied.
     """
     from milepost.errors import InvalidInputError
-    from milepost.tools.merge_peft import Verify
+    from milepost.tools.merge_peft import Compare
     from milepost.tools.merge_peft import merge_peft_adapters as run
     from milepost.tools.merge_peft_config import MergeTask
     from milepost.tools.merge_peft_groups import TiedDelta
@@ -67,6 +67,6 @@ def merge_peft_adapters(
         dtype=dtype,
         num_labels=num_labels,
         tied=tied,
-        verify=Verify.OUTPUTS if verify else Verify.NONE,
+        compare=Compare.OUTPUTS if verify else Compare.NOTHING,
         options=options,
     )
