@@ -17,6 +17,10 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Rate = Annotated[float, Meta(gt=0)]
 
+TaskName = Literal[
+    "pretrain", "sft", "dpo", "kto", "sdpg", "reward", "classification", "value", "embedding"
+]
+
 MESH_KEYS = (
     *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size"),
     *("ep_size", "expert_tp_size", "pipeline_parallel_size"),
@@ -27,12 +31,13 @@ _KEYS_OF_TASKS = {
     "label_smoothing": ("dpo",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
+    "num_labels": ("classification",),
     "similarity_scale": ("embedding",),
     "precompute_reference_logps": ("dpo", "kto", "sdpg"),
 }
 _WITHOUT_PIPELINE = (
-    "its loss is over whole samples, of several rows each, and a pipeline hands the last stage one "
-    "microbatch of single rows after the other"
+    "the last stage of a pipeline computes the loss of a language model on single rows, one "
+    "microbatch after the other, and no other loss"
 )
 
 
@@ -50,7 +55,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     use_grouped_gemm: bool | None = None
 
     # on what
-    task: Literal["pretrain", "sft", "dpo", "kto", "sdpg", "reward", "embedding"] = "pretrain"
+    task: TaskName = "pretrain"
     train_files: Annotated[list[str], Meta(min_length=1)]
     eval_files: Annotated[list[str], Meta(min_length=1)] | None = None
     eval_steps: Positive | None = None
@@ -65,6 +70,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     label_smoothing: Annotated[float, Meta(ge=0, lt=0.5)] = 0.0
     desirable_weight: Annotated[float, Meta(gt=0)] = 1.0
     undesirable_weight: Annotated[float, Meta(gt=0)] = 1.0
+    num_labels: Annotated[int, Meta(ge=2)] | None = None
     similarity_scale: Annotated[float, Meta(gt=0)] = 20.0
     precompute_reference_logps: bool = False
 
@@ -158,6 +164,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                     f"{field.name} is about task {' and '.join(tasks)}; leave it out of task "
                     f"{self.task}"
                 )
+        if self.task == "classification" and self.num_labels is None:
+            raise ValueError("task classification needs num_labels, how many classes there are")
         if self.pipeline_parallel_size > 1 and self.task not in ("pretrain", "sft"):
             raise ValueError(
                 f"task {self.task} cannot run with pipeline_parallel_size: {_WITHOUT_PIPELINE}; "
@@ -201,6 +209,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return
         if self.lora.expert_projections and self.use_grouped_gemm is False:
             raise ValueError("lora.expert_projections are computed in groups: no use_grouped_gemm")
+        if self.lora.target_parameters and self.use_grouped_gemm is False and self.tp_size > 1:
+            raise ValueError(
+                "lora.target_parameters are computed in groups with tp_size: no use_grouped_gemm"
+            )
         if self.lora.quantized and self.model_config is not None:
             raise ValueError("load_in_4bit and load_in_8bit are about a model_name_or_path")
         if self.lora.quantized and self.merge_expert_lora_on_save:

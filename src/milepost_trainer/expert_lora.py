@@ -8,11 +8,12 @@ come to it, and no product of two factors is ever made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import milepost as mp
 from milepost_trainer.lora_settings import LoraSettings
@@ -21,6 +22,10 @@ from milepost_trainer.parallel.experts import expert_modules
 FACTORS = "expert_lora"
 _ALIGNMENT = 16
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+
+
+Added: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What is added to the projection of rows, sorted by expert; the ends as `grouped` has them."""
 
 
 class GroupedLora(nn.Module):
@@ -56,11 +61,11 @@ def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> t
     return torch.cat(pieces)
 
 
-class _AdaptedExperts:
-    """The forward of a module of fused experts and their adapters."""
+class AdaptedExperts:
+    """The forward of a module of fused experts and of `added`, by projection, to what they do."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, added: Mapping[str, Added]) -> None:
+        self.module, self.added = module, added
 
     def __call__(
         self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
@@ -86,14 +91,18 @@ class _AdaptedExperts:
     def _project(
         self, name: str, rows: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
-        weight = getattr(self.module, name)
+        weight = local(getattr(self.module, name))
         output = grouped(rows, weight if self.module.is_transposed else weight.mT, ends)
         if self.module.has_bias:
             output = output + getattr(self.module, f"{name}_bias")[chosen]
-        factors = self.module.get_submodule(FACTORS)
-        if name in factors:
-            output = output + factors[name](rows, ends).to(output.dtype)
+        if name in self.added:
+            output = output + self.added[name](rows, ends).to(output.dtype)
         return output
+
+
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def put_expert_lora(model: nn.Module, settings: LoraSettings) -> list[nn.Parameter]:
@@ -134,7 +143,7 @@ def _adapt(module: Any, settings: LoraSettings) -> list[nn.Parameter]:
         }
     )
     module.add_module(FACTORS, factors)
-    module.forward = _AdaptedExperts(module)
+    module.forward = AdaptedExperts(module, dict(factors.items()))
     mp.declare_expert_lora(
         module,
         mp.ExpertLora(

@@ -18,9 +18,11 @@ from torch import nn
 
 from milepost_trainer.expert_lora import put_expert_lora
 from milepost_trainer.lora_settings import LoraSettings
+from milepost_trainer.parallel.heads import VALUE_HEAD
 from milepost_trainer.parallel.sizes import MeshSizes
+from milepost_trainer.parameter_lora import compute_in_groups, require_experts_alone
 
-_HEADS = ("score", "classifier")
+_HEADS = ("score", "classifier", VALUE_HEAD)
 _SEED_OFFSET = 104_729
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ def adapter(settings: LoraSettings, sizes: MeshSizes, seed: int) -> Callable[[nn
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + _SEED_OFFSET)
             _put(model, settings)
+        if settings.target_parameters and sizes.tp * sizes.ep > 1:
+            compute_in_groups(model)
+        if settings.target_parameters and sizes.tp > 1:
+            require_experts_alone(model)
 
     return adapt
 
@@ -48,15 +54,10 @@ def check_mesh(settings: LoraSettings, sizes: MeshSizes) -> None:
             "load_in_4bit and load_in_8bit keep the base in packed blocks that cannot be cut: use "
             "dp_replicate_size only"
         )
-    if settings.use_dora and sizes.tp > 1:
+    if settings.target_parameters and sizes.etp > 1:
         raise ValueError(
-            "use_dora takes norms over whole rows, which tensor-parallel ranks have parts of: use "
-            "tp_size: 1"
-        )
-    if settings.target_parameters and sizes.tp * sizes.ep * sizes.etp > 1:
-        raise ValueError(
-            "target_parameters makes whole weights of its factors, which tp_size, ep_size and "
-            "expert_tp_size cut: use expert_projections"
+            "target_parameters needs whole experts or ranks that read the same tokens: leave out "
+            "expert_tp_size"
         )
     if settings.expert_projections and (sizes.etp > 1 or (sizes.tp > 1 and sizes.ep == 1)):
         raise ValueError(
@@ -98,8 +99,18 @@ def _put(model: nn.Module, settings: LoraSettings) -> None:
         of_experts = put_expert_lora(model, settings)
     if not settings.adapts_experts_alone:
         _put_peft(model, settings)
+    elif _heads_of(model):
+        raise ValueError(
+            f"lora: with expert_projections alone the head {_heads_of(model)[0]} would keep its "
+            "random values; set target_modules too"
+        )
     for param in of_experts:
         param.requires_grad_(True)
+
+
+def _heads_of(model: nn.Module) -> list[str]:
+    """The names of linear heads that a task has put on the model."""
+    return [name for name in _HEADS if isinstance(getattr(model, name, None), nn.Linear)]
 
 
 def _put_peft(model: nn.Module, settings: LoraSettings) -> None:
@@ -107,7 +118,7 @@ def _put_peft(model: nn.Module, settings: LoraSettings) -> None:
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     keywords = settings.peft_keywords()
-    heads = [name for name in _HEADS if isinstance(getattr(model, name, None), nn.Linear)]
+    heads = _heads_of(model)
     if heads:  # a head that was drawn at random must learn
         keywords["modules_to_save"] = sorted({*settings.modules_to_save, *heads})
     config = peft.LoraConfig(**keywords, task_type=_task_type(model, heads))
@@ -121,9 +132,9 @@ def _put_peft(model: nn.Module, settings: LoraSettings) -> None:
 
 
 def _task_type(model: Any, heads: list[str]) -> str:
-    if heads:
-        return "SEQ_CLS"
-    return "FEATURE_EXTRACTION" if model.get_output_embeddings() is None else "CAUSAL_LM"
+    if model.get_output_embeddings() is not None:
+        return "CAUSAL_LM"
+    return "SEQ_CLS" if heads else "FEATURE_EXTRACTION"
 
 
 def _require_no_idle_keys(said: list[warnings.WarningMessage]) -> None:

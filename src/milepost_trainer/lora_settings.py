@@ -15,7 +15,7 @@ class LoraSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Adapters that are trained in place of the weights; keys as peft's `LoraConfig` has them.
 
     `expert_projections` are grouped adapters of fused experts, one for each expert, which take part
-    in expert parallelism; `target_parameters` are those of peft, for experts that are not cut.
+    in expert parallelism; `target_parameters` are those of peft, which it loads by itself.
     `load_in_4bit` and `load_in_8bit` keep the weights quantised by bitsandbytes (QLoRA).
     """
 

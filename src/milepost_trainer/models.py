@@ -61,6 +61,7 @@ def build_model(
             dtype=dtype,
             device=device,
             head=head,
+            labels=config.num_labels or 1,
             role=role,
             adapt=_adapt(config, sizes, role),
             quantization=None if config.lora is None else quantization(config.lora, dtype, device),

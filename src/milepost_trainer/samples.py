@@ -3,8 +3,7 @@
 `pretrain`: documents (a text file, or the `text` of each line of a `.jsonl`), each ended by the end
 token, put end to end and cut into rows. `sft`: one row for each line of a `.jsonl`, either
 `{"prompt": ..., "completion": ...}` or `{"messages": [{"role": ..., "content": ...}, ...]}`; only
-completions and what the assistant says have labels. The other tasks have several rows for a line;
-`tasks/rows.py` makes them.
+completions and what the assistant says have labels. `tasks/rows.py` reads the other tasks' lines.
 """
 
 from __future__ import annotations

@@ -280,3 +280,31 @@ def test_adapters_on_a_base_in_few_bits_resume_and_load_in_stock_peft(
     live = lora_runs.live_logits(tmp_path / "whole", text, **changes)
     assert torch.allclose(logits, live, atol=1e-5)
     assert not torch.allclose(logits, before, atol=1e-3)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("key", ["load_in_4bit", "load_in_8bit"])
+def test_replicas_on_a_base_in_few_bits_that_are_killed_end_like_those_that_never_stopped(
+    key: str, task: str, tmp_path: Path
+) -> None:
+    from tests.states import same
+    from tests.trainer import lora_runs, task_runs, yaml_runs
+
+    base = lora_runs.write_base(tmp_path / "base", "llama-wide")
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], key: True}
+    changes = lora_runs.on_base(base, lora=lora)
+    lines = task_runs.write_lines(tmp_path, task)
+    whole_run = task_runs.run_task(tmp_path / "whole", lines, task, "ddp2", **changes)
+    task_runs.kill_task(tmp_path / "killed", lines, task, "ddp2", **changes)
+    resumed = task_runs.run_task(tmp_path / "killed", lines, task, "ddp2", **changes)
+    history = task_runs.history(resumed)
+    assert history == task_runs.history(whole_run)
+    assert same(yaml_runs.contents(resumed), yaml_runs.contents(whole_run))
+    ends = [lora_runs.adapter_of(end) for end in (resumed, whole_run)]
+    assert same(*ends)
+    first = lora_runs.adapter_of(whole_run.with_name(f"checkpoint-{yaml_runs.SAVED}"))
+    assert not any(torch.equal(first[name], value) for name, value in ends[1].items())
+    if task == "dpo":  # its policy begins as the base, but for other kernels where gradients are
+        rewards = [entry["rewards/chosen"] for entry in history if "learning_rate" in entry]
+        assert abs(rewards[0]) < 5e-3 and len({*rewards}) == len(rewards)

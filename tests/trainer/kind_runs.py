@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 import milepost as mp
-from milepost_trainer.parallel import MeshSizes
-from tests.trainer import head_runs
 from tests.trainer.lora_runs import LORA, MIXED, adapter_of, on_base, write_base
-from tests.trainer.task_runs import write_lines, yaml_changes
+from tests.trainer.task_runs import TASKS, write_lines, yaml_changes
 from tests.trainer.yaml_runs import LLAMA, MOE, SAVED, run, write_text
-from tests.worlds import run_world
 
 MODES = {
     "one": "",
@@ -40,12 +37,13 @@ KINDS = {
     "value": mp.CheckpointKind.FULL,
     "experts": mp.CheckpointKind.ADAPTER,
 }
+HEADS = {"reward": "reward", "classifier": "classification", "value": "value"}
+"""Kinds of models with a head, and their tasks."""
 WITH_ADAPTERS = ("adapter", "merged", "embedding", "experts")
 CHECKS = ("save", "exact", "reshard", "loads")
 REFUSED = "refused"
 REFUSED_BY_PEFT = "refused-by-peft"
 """In place of `loads`: adapters of experts, which stock peft would load by half."""
-_SIZES = {"ddp": "dp_replicate", "dp_shard": "dp_shard", "tp": "tp", "cp": "cp", "ep": "ep"}
 
 
 def is_refused(kind: str, mode: str) -> bool:
@@ -72,11 +70,6 @@ def family_of(kind: str, mode: str) -> str:
     return "moe" if kind == "experts" or "ep" in mode.split("+") else "llama"
 
 
-def sizes_of(mode: str) -> MeshSizes:
-    parts = MODES[mode].split()
-    return MeshSizes(**{_SIZES[part.rstrip("0123456789")]: int(part[-1]) for part in parts})
-
-
 class Runs:
     """One run of each kind on each mode, made when somebody asks for it; and its beginnings."""
 
@@ -84,7 +77,6 @@ class Runs:
         self.directory = directory
         self.text = write_text(directory)
         self._made: dict[tuple[str, str, str], Path] = {}
-        self._seen: dict[Path, list[head_runs.Seen]] = {}
         self._copies = 0
 
     def base(self, family: str) -> Path:
@@ -106,14 +98,12 @@ class Runs:
                 return {**yaml_changes("embedding"), **based}
             case "experts":
                 return {**based, "lora": MIXED}
-        assert kind == "reward", kind
-        return {**yaml_changes("reward"), **random}
+        return {**yaml_changes(HEADS[kind]), **random}
 
     def samples(self, kind: str) -> Path:
         """The training file of a kind."""
-        if kind in ("embedding", "reward"):
-            return write_lines(self.directory, kind)
-        return self.text
+        task = HEADS.get(kind, kind)
+        return write_lines(self.directory, task) if task in TASKS else self.text
 
     def of(self, kind: str, mode: str, family: str | None = None) -> Path:
         """The directory of a run that never stopped, with the checkpoints of two steps."""
@@ -121,13 +111,7 @@ class Runs:
         key = (kind, mode, family)
         if key not in self._made:
             place = self.directory / "-".join(key)
-            if kind in head_runs.HEADS:
-                place.mkdir()
-                sizes, moe = sizes_of(mode), "qwen3-moe" if family == "moe" else family
-                arguments = (kind, sizes, moe, place)
-                self._seen[place] = run_world(sizes.world_size, head_runs.train, *arguments)
-            else:
-                self.train(place, kind, mode, family)
+            self.train(place, kind, mode, family)
             self._made[key] = place
         return self._made[key]
 
@@ -142,16 +126,6 @@ class Runs:
         name = f"checkpoint-{SAVED}"
         shutil.copytree(self.of(kind, mode) / name, place / name)
         return place
-
-    def seen(self, kind: str, mode: str) -> list[head_runs.Seen]:
-        """What each rank saw of a run of `head_runs`."""
-        return self._seen[self.of(kind, mode)]
-
-    def resumed(self, kind: str, mode: str, on: str) -> list[tuple[str, head_runs.Seen]]:
-        """The same from the first save on, on another mode."""
-        sizes, place = sizes_of(on), self.of(kind, mode)
-        family = "qwen3-moe" if family_of(kind, mode) == "moe" else "llama"
-        return run_world(sizes.world_size, head_runs.take_over, kind, sizes, family, place)
 
 
 def shapes_of(checkpoint: Path, kind: str) -> dict[str, tuple[int, ...]]:

@@ -19,6 +19,13 @@ EXPERTS = ["gate_up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {
     "linear": {"target_modules": LINEARS, "r": 4, "lora_alpha": 8},
     "dora": {"target_modules": LINEARS, "r": 4, "lora_alpha": 8, "use_dora": True},
+    "dora-everywhere": {
+        "target_modules": [*LINEARS, "embed_tokens", "lm_head"],
+        "r": 4,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "use_rslora": True,
+    },
     "patterns": {
         "target_modules": [*ATTENTION, "embed_tokens"],
         "r": 4,

@@ -142,7 +142,15 @@ GPT_OSS_MODES = [
     mode("FSDP2", "gpt-oss", dp_shard=2),
     mode("EP", "gpt-oss", dp_shard=2, ep=2),
     mode("EP+FSDP2", "gpt-oss", dp_shard=4, ep=2),
+    mode("CP", "gpt-oss", cp=2),
+    mode("FSDP2+CP", "gpt-oss", dp_shard=2, cp=2),
+    mode("EP+CP", "gpt-oss", cp=2, ep=2),
+    mode("ETP", "gpt-oss", dp_shard=2, etp=2),
+    mode("EP+ETP", "gpt-oss", dp_shard=4, ep=2, etp=2),
+    mode("ETP+FSDP2", "gpt-oss", dp_shard=4, etp=2),
+    mode("ETP+CP", "gpt-oss", cp=2, etp=2),
     mode("PP+EP", "gpt-oss", pp=2, dp_shard=2, ep=2),
+    mode("PP+CP", "gpt-oss", pp=2, cp=2),
 ]
 
 

@@ -21,9 +21,10 @@ from tests.trainer.yaml_runs import (
     run_and_kill,
 )
 
-TASKS = ("sft", "dpo", "kto", "sdpg", "reward", "embedding")
+TASKS = ("sft", "dpo", "kto", "sdpg", "reward", "classification", "value", "embedding")
 REFERENCED = ("dpo", "kto", "sdpg")
 COUNT = 12
+LABELS = 3
 BERT: dict[str, Any] = {
     "model_type": "bert",
     "hidden_size": 16,
@@ -49,6 +50,11 @@ def line_of(task: str, n: int) -> dict[str, Any]:
             return {"prompt": prompt, "completion": right, "teacher_prompt": f"({right}) {prompt}"}
         case "reward":
             return {"prompt": prompt, "chosen": right, "rejected": wrong}
+        case "classification":
+            return {"text": prompt + right, "label": n % LABELS}
+        case "value":
+            good = n % 2 == 0
+            return {"prompt": prompt, "completion": right if good else wrong, "value": float(good)}
     return {"anchor": prompt, "positive": f"twice {n}" + "!" * (n % 3)}
 
 
@@ -63,7 +69,14 @@ def write_lines(directory: Path, task: str, *, begin: int = 0, count: int = COUN
 def yaml_changes(task: str, *, dropout: bool = True, moe: bool = False) -> dict[str, Any]:
     """What the YAML of a run of `task` says beside that of `yaml_runs`."""
     model = MOE if moe else LLAMA if dropout else WITHOUT_DROPOUT
-    return {"task": task, "model_config": model, "max_seq_length": 24, "learning_rate": 0.003}
+    own = {"num_labels": LABELS} if task == "classification" else {}
+    return {
+        "task": task,
+        "model_config": model,
+        "max_seq_length": 24,
+        "learning_rate": 0.003,
+        **own,
+    }
 
 
 def task_config(

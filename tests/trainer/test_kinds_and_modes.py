@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import milepost as mp
 from tests.states import same
-from tests.trainer.head_runs import HEADS, LABELS
 from tests.trainer.kind_runs import (
     CELLS,
     KINDS,
@@ -32,6 +31,7 @@ from tests.trainer.kind_runs import (
 )
 from tests.trainer.lora_runs import adapter_of, live_logits, logits_of, token_ids
 from tests.trainer.runs import assert_equal
+from tests.trainer.task_runs import LABELS
 from tests.trainer.yaml_runs import END, SAVED, contents, look, ranks_of, yaml_of
 from tests.trainer.yaml_runs import _train as train_rank
 from tests.worlds import run_outcomes
@@ -46,7 +46,13 @@ QUICK = {
     ("classifier", "tp", "exact"),
     ("experts", "tp", REFUSED),
 }
-STOCK = {"reward": AutoModelForSequenceClassification, "full": AutoModelForCausalLM}
+STOCK = {
+    "full": AutoModelForCausalLM,
+    "value": AutoModelForCausalLM,
+    "reward": AutoModelForSequenceClassification,
+    "classifier": AutoModelForSequenceClassification,
+}
+V_HEAD = "v_head.weight"
 LEVELS = ("resharded", "exact-state")  # the latter where ranks hold alike: DDP and one process
 
 
@@ -81,32 +87,21 @@ def is_what_one_process_writes(runs: Runs, kind: str, mode: str) -> None:
 
 
 def ends_with_the_bits_of_a_run_that_never_stopped(runs: Runs, kind: str, mode: str) -> None:
-    if kind in HEADS:
-        resumed = runs.resumed(kind, mode, on=mode)
-        for (level, after), before in zip(resumed, runs.seen(kind, mode), strict=True):
-            assert level == "exact"
-            assert after.losses == before.losses and same(after.end, before.end)
-            assert not same(before.saved, before.end)
-        return
     end = runs.of(kind, mode) / f"checkpoint-{END}"
     resumed_end = runs.train(runs.begun(kind, mode), kind, mode, family_of(kind, mode))
     assert same(contents(resumed_end), contents(end))
+    first = end.with_name(f"checkpoint-{SAVED}")
     if kind in WITH_ADAPTERS:
         assert same(adapter_of(resumed_end), adapter_of(end))
-        first = adapter_of(end.with_name(f"checkpoint-{SAVED}"))
-        assert not any(torch.equal(first[name], value) for name, value in adapter_of(end).items())
+        before = adapter_of(first)
+        assert not any(torch.equal(before[name], value) for name, value in adapter_of(end).items())
+    else:
+        assert not same(contents(first)["weights"], contents(end)["weights"])
 
 
 def is_taken_over_with_the_same_values(runs: Runs, kind: str, mode: str) -> None:
     """By one process; what one process left, by two of FSDP2."""
     other = "fsdp2" if mode == "one" else "one"
-    if kind in HEADS:
-        before = runs.seen(kind, mode)[0]
-        for level, after in runs.resumed(kind, mode, on=other):
-            assert level in LEVELS
-            assert_equal(after.saved, before.saved)
-            assert after.losses == pytest.approx(before.losses, abs=2e-4)
-        return
     changes = runs.changes(kind, family_of(kind, mode))
     begun = runs.begun(kind, mode)
     checkpoint = begun / f"checkpoint-{SAVED}"
@@ -120,6 +115,8 @@ def is_taken_over_with_the_same_values(runs: Runs, kind: str, mode: str) -> None
             assert same(by_bits(learning), by_bits(adapter_of(checkpoint)))
         else:
             stock = dict(STOCK[kind].from_pretrained(checkpoint).named_parameters())
+            if kind == "value":
+                stock[V_HEAD] = mp.Checkpoint.open(checkpoint).read(V_HEAD)
             assert found["weights"].keys() == stock.keys()
             assert_equal(found["weights"], stock)
 
@@ -134,9 +131,6 @@ def by_bits(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def loads_where_people_load_it(runs: Runs, kind: str, mode: str) -> None:
     checkpoint = runs.of(kind, mode) / f"checkpoint-{END}"
-    if kind in HEADS:
-        loads_with_its_head(runs, kind, mode, checkpoint)
-        return
     changes = runs.changes(kind, family_of(kind, mode))
     live = live_logits(checkpoint.parent, runs.samples(kind), **changes)
     match kind:
@@ -148,28 +142,26 @@ def loads_where_people_load_it(runs: Runs, kind: str, mode: str) -> None:
             assert sentences.encode(["1+1="]).shape == (1, live.shape[-1])
             with torch.no_grad():
                 found = sentences[0].auto_model.eval()(token_ids()).last_hidden_state
-        case "reward":
+        case "reward" | "classifier":
             stock = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-            found, live = logits_of(stock), live[:, -1:]
+            assert stock.config.num_labels == (LABELS if kind == "classifier" else 1)
+            found, live = logits_of(stock), live[:, -1]
+        case "value":
+            found = with_values(checkpoint)
         case _:
             found = logits_of(AutoModelForCausalLM.from_pretrained(checkpoint))
     assert found.shape == live.shape
     assert torch.allclose(found, live, rtol=1e-4, atol=1e-4)
 
 
-def loads_with_its_head(runs: Runs, kind: str, mode: str, checkpoint: Path) -> None:
-    """transformers has the classifier; a value head is beside what it loads, in the same files."""
-    values = runs.seen(kind, mode)[0].end
-    if kind == "classifier":
-        stock = AutoModelForSequenceClassification.from_pretrained(checkpoint)
-        assert stock.config.num_labels == LABELS
-    else:
-        stock = AutoModelForCausalLM.from_pretrained(checkpoint)
-        head = mp.Checkpoint.open(checkpoint).read("v_head.weight")
-        assert torch.equal(head, values["v_head.weight"])
-    params = dict(stock.named_parameters())
-    assert {"score.weight", "lm_head.weight"} & params.keys()
-    assert_equal(params, values)
+def with_values(checkpoint: Path) -> torch.Tensor:
+    """The logits of transformers, and what the head, which lies in the same files, makes of the
+    hidden states."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        output = model(token_ids(), output_hidden_states=True)
+        values = output.hidden_states[-1] @ mp.Checkpoint.open(checkpoint).read(V_HEAD).T
+        return torch.cat((output.logits, values), dim=-1)
 
 
 def is_refused_by_peft(runs: Runs, kind: str, mode: str) -> None:

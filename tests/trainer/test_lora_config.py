@@ -88,6 +88,10 @@ lora:
             "lora: {expert_projections: [down_proj]}\nuse_grouped_gemm: false",
             "computed in groups: no use_grouped_gemm",
         ),
+        (
+            "lora: {target_parameters: [experts.down_proj]}\nuse_grouped_gemm: false\ntp_size: 2",
+            "computed in groups with tp_size: no use_grouped_gemm",
+        ),
         ("reset_sinks: true\nsinks: live", "puts the sinks out, and sinks: live does not"),
         ("sinks: off", "sinks: "),
     ],
@@ -119,8 +123,7 @@ def test_a_base_in_few_bits_needs_bitsandbytes(key: str, monkeypatch: pytest.Mon
     ("settings", "mesh", "message"),
     [
         ({"load_in_8bit": True}, {"dp_shard": 2}, "packed blocks that cannot be cut"),
-        ({"use_dora": True}, {"tp": 2}, "use_dora takes norms over whole rows"),
-        ({"target_parameters": ["x"]}, {"dp_shard": 2, "ep": 2}, "use expert_projections"),
+        ({"target_parameters": ["x"]}, {"dp_shard": 2, "etp": 2}, "leave out expert_tp_size"),
         ({"expert_projections": ["down_proj"]}, {"tp": 2}, "needs whole experts on each rank"),
         ({"expert_projections": ["down_proj"]}, {"dp_shard": 2, "etp": 2}, "needs whole experts"),
     ],

@@ -16,6 +16,9 @@ QUICK = [
     ("linear", mode("FSDP2+TP", dp_shard=2, tp=2)),
     ("patterns", mode("FSDP2+CP", dp_shard=2, cp=2)),
     ("mixed", mode("EP+FSDP2", MOE, dp_shard=4, ep=2)),
+    ("dora-everywhere", mode("TP", tp=2)),
+    ("parameters", mode("EP", MOE, dp_shard=2, ep=2)),
+    ("parameters", mode("TP", MOE, tp=2)),
 ]
 SLOW = [
     ("linear", mode("DDP", dp_replicate=2)),
@@ -49,6 +52,19 @@ SLOW = [
     ("mixed", mode("PP+EP", MOE, pp=2, dp_shard=2, ep=2)),
     ("parameters", mode("DDP", MOE, dp_replicate=2)),
     ("parameters", mode("FSDP2", MOE, dp_shard=2)),
+    ("dora", mode("PP+TP", pp=2, tp=2)),
+    ("dora", mode("TP", "llama-tied", tp=2)),
+    ("dora", mode("TP+CP", cp=2, tp=2)),
+    ("dora-everywhere", mode("FSDP2+TP", dp_shard=2, tp=2)),
+    ("dora-everywhere", mode("HSDP+TP", dp_replicate=2, dp_shard=2, tp=2)),
+    ("parameters", mode("EP+FSDP2", MOE, dp_shard=4, ep=2)),
+    ("parameters", mode("EP+TP", MOE, dp_shard=2, tp=2, ep=4)),
+    ("parameters", mode("EP=TP", MOE, tp=2, ep=2)),
+    ("parameters", mode("EP+CP", MOE, cp=2, ep=2)),
+    ("parameters", mode("FSDP2+TP", MOE, dp_shard=2, tp=2)),
+    ("parameters", mode("PP+EP", MOE, pp=2, dp_shard=2, ep=2)),
+    ("parameters", mode("TP", "mixtral", tp=2)),
+    ("parameters", mode("EP", "gpt-oss", dp_shard=2, ep=2)),
 ]
 CASES = [
     *(pytest.param(kind, m, id=f"{kind}-{m}") for kind, m in QUICK),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import milepost as mp
 from milepost_trainer.batches import Batch
+from milepost_trainer.config import ConfigError
 from milepost_trainer.parallel import ParallelModel
 from milepost_trainer.sinks import NEUTRAL_SINK, sinks_of
 from milepost_trainer.tasks import ReferenceTask
@@ -23,8 +24,6 @@ from tests.trainer.lora_runs import LORA, adapter_config, adapter_of, on_base, t
 from tests.trainer.task_runs import (
     TASKS,
     history,
-    kill_task,
-    run_task,
     stopped,
     task_config,
     write_lines,
@@ -32,6 +31,7 @@ from tests.trainer.task_runs import (
 from tests.trainer.test_sinks import GPT_OSS
 from tests.trainer.yaml_runs import END, SAVED, contents
 
+HEADS = {"reward": "score", "classification": "score", "value": "v_head"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:sentence_transformers.*"),
@@ -92,23 +92,19 @@ def test_a_task_with_adapters_resumes_exactly(
     assert not any(torch.equal(first[name], value) for name, value in adapter_of(whole).items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["ddp2", "dp_shard2", "tp2", "cp2", "dp_shard2 tp2"])
-@pytest.mark.parametrize("task", ["dpo", "reward"])
-def test_a_task_with_adapters_that_is_killed_ends_like_one_that_never_stopped(
-    task: str,
-    mesh: str,
-    bases: Callable[[str], Path],
-    files: dict[str, Path],
-    tmp_path: Path,
+@pytest.mark.parametrize("task", ["classification", slow("value"), slow("reward")])
+def test_a_head_learns_beside_adapters(
+    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = on_base(bases("llama"), lora=LORA)
-    end = run_task(tmp_path / "whole", files[task], task, mesh, **changes)
-    kill_task(tmp_path / "killed", files[task], task, mesh, **changes)
-    resumed = run_task(tmp_path / "killed", files[task], task, mesh, **changes)
-    assert history(resumed) == history(end)
-    assert same(contents(resumed), contents(end))
-    assert same(adapter_of(resumed), adapter_of(end))
+    train(task_config(tmp_path, files[task], task, **on_base(bases("llama"), lora=LORA)))
+    head = HEADS[task]
+    assert adapter_config(tmp_path / f"checkpoint-{END}")["modules_to_save"] == [head]
+    first, last = (adapter_of(tmp_path / f"checkpoint-{step}") for step in (SAVED, END))
+    (name,) = (name for name in last if name.endswith(f".{head}.weight"))
+    assert not torch.equal(first[name], last[name])
+    frozen = {"lora": {"r": 2, "expert_projections": ["down_proj"]}}
+    with pytest.raises(ConfigError, match=f"the head {head} would keep its random values"):
+        Run(task_config(tmp_path / "b", files[task], task, **on_base(bases("moe"), **frozen)))
 
 
 # ---- the frozen reference
@@ -235,7 +231,7 @@ def test_peft_loads_a_reward_model_with_the_head_that_was_trained(
     loaded = PeftModel.from_pretrained(base, checkpoint).eval()
     with torch.no_grad(), run.model.evaluating():
         found = loaded(token_ids()).logits
-        assert torch.allclose(found, run.model.outputs(token_ids())[:, -1:], atol=1e-6)
+        assert torch.allclose(found, run.model.outputs(token_ids())[:, -1], atol=1e-6)
         assert not torch.allclose(found, base.score.original_module(torch.ones(1, 16)), atol=1e-3)
 
 

@@ -81,8 +81,6 @@ def test_a_model_of_a_directory_has_its_values_on_any_mesh(tmp_path: Path) -> No
 REFUSED = [
     (mode("EP", "llama", dp_shard=2, ep=2), "`LlamaForCausalLM` has no `ep_plan`"),
     (mode("ETP", "llama", dp_shard=2, etp=2), "LlamaForCausalLM has no fused experts"),
-    (mode("CP", "gpt-oss", cp=2), "attention sinks or a sliding window"),
-    (mode("ETP", "gpt-oss", dp_shard=2, etp=2), "no rule for expert tensor parallelism"),
 ]
 
 

@@ -37,7 +37,7 @@ SPREAD = {
     "llama-tied": ["PP"],
     "qwen3-moe": ["EP+FSDP2", "EP=TP", "EP+CP", "EP+ETP", "PP+EP"],
     "mixtral": ["TP"],
-    "gpt-oss": ["EP"],
+    "gpt-oss": ["EP", "CP", "ETP"],
 }
 QUICK = [m for f, ms in FAMILIES.items() for m in ms if m.name in SPREAD[f]]
 EVERY = [m for ms in FAMILIES.values() for m in ms]

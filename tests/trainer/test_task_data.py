@@ -14,7 +14,7 @@ from milepost_trainer.samples import NO_LOSS, Samples
 from milepost_trainer.tasks import TASKS
 from milepost_trainer.tokens import byte_level_tokenizer
 from milepost_trainer.training import Run, train
-from tests.trainer.task_runs import task_config, write_lines
+from tests.trainer.task_runs import task_config, write_lines, yaml_changes
 from tests.trainer.yaml_runs import yaml_of
 
 TOKENIZER = byte_level_tokenizer()
@@ -30,7 +30,10 @@ def read(directory: Path, task: str, *lines: Any, length: int = 16) -> Samples:
 def texts(samples: Samples, number: int) -> list[tuple[str, str]]:
     """Each row of a sample without padding, and what of it has labels."""
     found = []
-    for ids, labels in zip(samples.input_ids[number], samples.labels[number], strict=True):
+    rows = (
+        tensor[number].view(-1, tensor.shape[-1]) for tensor in (samples.input_ids, samples.labels)
+    )
+    for ids, labels in zip(*rows, strict=True):
         shown = TOKENIZER.decode(ids[ids != TOKENIZER.pad_token_id])
         found.append((shown, TOKENIZER.decode(labels[labels != NO_LOSS])))
     return found
@@ -86,6 +89,25 @@ def test_a_reward_model_reads_whole_texts_with_or_without_a_prompt(tmp_path: Pat
     assert texts(samples, 1) == [("a<end>", "a<end>"), ("b<end>", "b<end>")]
 
 
+def test_a_classifier_reads_whole_texts_and_their_classes(tmp_path: Path) -> None:
+    lines = [{"text": "ab", "label": 2}, {"text": "c" * 30, "label": 0}]
+    samples = read(tmp_path, "classification", *lines)
+    assert texts(samples, 0) == [("ab<end>", "ab<end>")]
+    assert samples.others["class"].tolist() == [2, 0]
+    assert samples.notes[0].startswith("1 lines are longer")
+
+
+def test_the_value_of_a_line_stays_with_its_answer(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "p" * 20, "completion": "does not fit", "value": 7},
+        {"prompt": "p:", "completion": "a", "value": 0.5},
+        {"prompt": "q:", "completion": "b", "value": 1},
+    ]
+    samples = read(tmp_path, "value", *lines)
+    assert texts(samples, 0) == [("p:a<end>", "a<end>")]
+    assert samples.others["value"].tolist() == [0.5, 1.0]
+
+
 def test_texts_to_embed_are_cut_by_the_tokenizer(tmp_path: Path) -> None:
     samples = read(tmp_path, "embedding", {"anchor": "abc", "positive": "x" * 30}, length=8)
     assert texts(samples, 0) == [("abc", "abc"), ("x" * 8, "x" * 8)]
@@ -111,6 +133,12 @@ def test_answers_that_do_not_fit_leave_a_pair_out(tmp_path: Path) -> None:
         ("sdpg", {"prompt": "a", "completion": "b"}, r"none under teacher_prompt"),
         ("reward", {"chosen": "a", "rejected": None}, r"none under rejected, the line has chosen"),
         ("reward", {"prompt": 3, "chosen": "a", "rejected": "b"}, r"prompt: expected text"),
+        ("classification", {"label": 1}, r"none under text, the line has label"),
+        ("classification", {"text": "a"}, r"data\.jsonl:1: label: .* from 0 to 2 .* found None"),
+        ("classification", {"text": "a", "label": 3}, r"num_labels is 3\), found 3"),
+        ("classification", {"text": "a", "label": True}, r"label: expected a whole number"),
+        ("value", {"prompt": "a", "completion": "b"}, r"value: expected a number, found None"),
+        ("value", {"prompt": "a", "completion": "b", "value": True}, r"expected a number"),
         ("embedding", {}, r"none under anchor, positive, the line has nothing"),
     ],
 )
@@ -173,12 +201,16 @@ def test_one_pass_in_order_has_every_sample_once(width: int, tmp_path: Path) -> 
         ("dpo", {"desirable_weight": 2.0}, "desirable_weight is about task kto"),
         ("reward", {"precompute_reference_logps": True}, "precompute_reference_logps is about"),
         ("dpo", {"similarity_scale": 10.0}, "similarity_scale is about task embedding"),
+        ("reward", {"num_labels": 3}, "num_labels is about task classification"),
+        ("classification", {"num_labels": None}, "task classification needs num_labels"),
+        ("classification", {"num_labels": 1}, "num_labels: expected `int` >= 2"),
         ("dpo", {"packing": True}, "packing is about task sft"),
         ("dpo", {"label_smoothing": 0.5}, "label_smoothing: expected `float` < 0.5"),
         ("embedding", {"global_batch_size": 1}, "set global_batch_size to more than 1"),
         *(
             (task, {"pipeline_parallel_size": 2}, f"task {task} cannot run with pipeline_parallel")
-            for task in ("dpo", "kto", "sdpg", "reward", "embedding")
+            for task in TASKS
+            if task not in ("pretrain", "sft")
         ),
         ("sft", {"packing": True, "cp_size": 2}, "packing needs attention that stops"),
         ("sft", {"eval_steps": 2}, "eval_steps is about eval_files"),
@@ -196,7 +228,7 @@ def test_keys_that_cannot_be_meant_are_refused(
 ) -> None:
     lines = write_lines(tmp_path, task)
     with pytest.raises(ConfigError, match=message):
-        parse_config(yaml_of(tmp_path, lines, task=task, **changes), "run.yaml")
+        parse_config(yaml_of(tmp_path, lines, **{**yaml_changes(task), **changes}), "run.yaml")
 
 
 def test_a_sentence_transformer_of_another_make_is_refused(tmp_path: Path) -> None:

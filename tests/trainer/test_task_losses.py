@@ -10,11 +10,21 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import milepost as mp
+from milepost_trainer.config import ConfigError
 from milepost_trainer.tasks import losses
 from milepost_trainer.training import Run, train
-from tests.trainer.task_runs import BERT, COUNT, different, line_of, task_config, write_lines
+from tests.trainer.task_runs import (
+    BERT,
+    COUNT,
+    LABELS,
+    different,
+    line_of,
+    task_config,
+    write_lines,
+)
 from tests.trainer.yaml_runs import LLAMA, WITHOUT_DROPOUT
 
 
@@ -111,6 +121,72 @@ def test_embedding_has_the_loss_and_the_gradients_of_sentence_transformers(
             assert torch.allclose(param.grad, gradients[name], atol=1e-4, rtol=1e-4), name  # type: ignore[arg-type]
             compared += 1
     assert compared > 10
+
+
+def trained_base(directory: Path, task: str) -> dict[str, Any]:
+    """Keys of a YAML that goes on from a step of training without dropout."""
+    lines = write_lines(directory, task)
+    train(task_config(directory, lines, task, model_config=WITHOUT_DROPOUT, max_steps=1))
+    return {"model_config": None, "model_name_or_path": str(directory / "checkpoint-1")}
+
+
+def test_classification_has_the_loss_and_the_gradients_of_transformers(tmp_path: Path) -> None:
+    start = trained_base(tmp_path, "classification")
+    base, lines = start["model_name_or_path"], write_lines(tmp_path, "classification")
+    run = Run(
+        task_config(tmp_path / "b", lines, "classification", global_batch_size=COUNT, **start)
+    )
+    found = run.task.train_step(run.batches.next())
+    model = AutoModelForSequenceClassification.from_pretrained(base)
+    assert model.config.num_labels == LABELS
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    samples = [line_of("classification", n) for n in range(COUNT)]
+    texts = [line["text"] + tokenizer.eos_token for line in samples]
+    labels = torch.tensor([line["label"] for line in samples])
+    output = model(**tokenizer(texts, padding=True, return_tensors="pt"), labels=labels)
+    output.loss.backward()
+    assert found["loss"] == pytest.approx(float(output.loss.detach()), rel=1e-5)
+    right = (output.logits.argmax(dim=-1) == labels).float().mean()
+    assert found["accuracy"] == pytest.approx(float(right))
+    gradients = dict(model.named_parameters())
+    for name, param in run.model.named_parameters():
+        assert torch.allclose(param.grad, gradients[name].grad, atol=1e-6), name  # type: ignore[arg-type]
+
+
+def test_value_has_the_loss_of_transformers_and_the_error_of_the_head_that_was_saved(
+    tmp_path: Path,
+) -> None:
+    start = trained_base(tmp_path, "value")
+    base, lines = start["model_name_or_path"], write_lines(tmp_path, "value")
+    run = Run(task_config(tmp_path / "b", lines, "value", global_batch_size=COUNT, **start))
+    found = run.task.train_step(run.batches.next())
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    head = mp.Checkpoint.open(base).read("v_head.weight").requires_grad_()
+    nll, error, count = torch.zeros(()), torch.zeros(()), 0
+    for line in (line_of("value", n) for n in range(COUNT)):
+        ids = tokenizer(line["prompt"])["input_ids"]
+        answer = [*tokenizer(line["completion"])["input_ids"], tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(ids) + answer])
+        output = model(torch.tensor([ids + answer]), labels=labels, output_hidden_states=True)
+        values = output.hidden_states[-1][0, len(ids) :] @ head[0]
+        nll = nll + output.loss * len(answer)
+        error = error + (values - line["value"]).square().sum()
+        count += len(answer)
+    torch.autograd.backward((nll + error) / count)
+    assert found["nll"] == pytest.approx(float(nll.detach()) / count, rel=1e-5)
+    assert found["value_error"] == pytest.approx(float(error.detach()) / count, rel=1e-5)
+    assert found["loss"] == pytest.approx(found["nll"] + found["value_error"], rel=1e-5)
+    gradients = {**dict(model.named_parameters()), "v_head.weight": head}
+    for name, param in run.model.named_parameters():
+        assert torch.allclose(param.grad, gradients[name].grad, atol=1e-5), name  # type: ignore[arg-type]
+
+
+def test_a_classifier_of_other_classes_is_no_base(tmp_path: Path) -> None:
+    start = trained_base(tmp_path, "classification")
+    lines = write_lines(tmp_path, "reward")
+    with pytest.raises(ConfigError, match="is a classifier of 3 labels, and this run has 1"):
+        Run(task_config(tmp_path / "b", lines, "reward", **start))
 
 
 def test_a_packed_row_gives_the_loss_of_its_texts_one_by_one(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_every_task_has_on_a_mesh_the_numbers_of_one_process(mesh: str, tmp_path
     ("mesh", "tasks"),
     [
         ("dp_shard2 ep2", ("dpo",)),
-        slow("dp_shard2 ep2", ("kto", "sdpg", "reward", "embedding")),
-        slow("tp2 ep2", ("dpo", "reward")),
+        slow("dp_shard2 ep2", ("kto", "sdpg", "reward", "classification", "value", "embedding")),
+        slow("tp2 ep2", ("dpo", "reward", "classification", "value")),
         slow("cp2 ep2", ("dpo", "embedding")),
         slow("dp_shard4 ep2", ("dpo", "reward")),
     ],

@@ -39,6 +39,7 @@ def build(
     device: torch.device | None = None,
     attention: str | None = None,
     head: Head = Head.LANGUAGE_MODEL,
+    labels: int = 1,
     role: Role = Role.TRAINED,
     adapt: Callable[[nn.Module], None] | None = None,
     quantization: dict[str, Any] | None = None,
@@ -48,10 +49,11 @@ def build(
     `source` is a transformers configuration (values drawn from `seed`, the same on any mesh) or the
     path of a Hugging Face directory. `microbatches` (only with pp > 1) must divide the rows of a
     rank's batch; the default is two for each pipeline rank. `attention` is transformers'
-    `attn_implementation`. A `FROZEN` model has no gradients and no dropout. `adapt` is called with
-    the whole model before it is cut, to put adapters on it. `quantization` has the keywords of
-    `from_pretrained` for weights kept in a few bits. Needs the default process group unless `sizes`
-    is one process. Raises `ValueError` when model and mesh do not fit.
+    `attn_implementation`; `labels` are those of a classifier. A `FROZEN` model has no gradients and
+    no dropout. `adapt` is called with the whole model before it is cut, to put adapters on it.
+    `quantization` has the keywords of `from_pretrained` for weights kept in a few bits. Needs the
+    default process group unless `sizes` is one process. Raises `ValueError` when model and mesh do
+    not fit.
     """
     sizes.check_world(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or torch.device("cpu")
@@ -62,7 +64,7 @@ def build(
     if native:
         model = _distributed(source, sizes, seed, dtype, device, attention)
     else:
-        model = whole_model(source, head, seed, dtype, attention, quantization)
+        model = whole_model(source, head, seed, dtype, attention, quantization, labels)
         if quantization is None:  # else it lies where its keywords say
             model.to(device)
     if adapt is not None:

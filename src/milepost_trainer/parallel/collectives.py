@@ -52,3 +52,25 @@ def gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     everything: torch.Tensor = _Gather.apply(rows, group)  # type: ignore[no-untyped-call]
     return everything
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+def with_summed_gradient(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A tensor that the ranks of a group have alike, and of whose gradient each sees a part.
+
+    Backward adds the parts up; collective there.
+    """
+    same: torch.Tensor = _SumGradient.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return same

@@ -8,6 +8,7 @@ from: data-, context- or tensor-parallel ranks, or a microbatch of a pipeline.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+DOWN_BIAS = "down_proj_bias"
+_JOINED_B = re.compile(r"(^|\.)lora_B\.[^.]+$")
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -50,33 +53,55 @@ def _cut(name: str, module: Any, mesh: DeviceMesh) -> None:
     ep, etp = mesh["ep"].size(), mesh["etp"].size()
     if module.num_experts % ep:
         raise ValueError(f"ep={ep} must divide the {module.num_experts} experts of {name}")
-    for owner in module.modules():  # itself, and adapters of its experts
+    for owner_name, owner in module.named_modules():  # itself, and adapters of its experts
         for param_name, param in list(owner.named_parameters(recurse=False)):
-            dim = _inner_dim(name, param_name, param, etp) if etp > 1 else None
-            placements = [Shard(0), *([dim] if dim is not None else [])]
+            placements = [_experts_of(owner_name, param, module.num_experts)]
+            if etp > 1:
+                placements.append(_inner_cut(name, module, param_name, etp))
             view = mesh if etp > 1 else mesh["ep"]
             sharded = distribute_tensor(param.detach(), view, placements, src_data_rank=None)
             owner.register_parameter(param_name, nn.Parameter(sharded, param.requires_grad))
-    module.num_experts //= ep
+    for owner in module.modules():
+        if "num_experts" in vars(owner):
+            owner.num_experts //= ep
 
 
-def _inner_dim(name: str, param_name: str, param: torch.Tensor, etp: int) -> Any:
-    """How the `etp` ranks of an expert share a parameter: columns of gate and up, rows of down."""
-    cuts: dict[str, tuple[int, Any]] = {
-        "gate_up_proj": (1, _StridedShard(dim=1, split_factor=2)),
-        "down_proj": (2, Shard(2)),
+def _experts_of(owner: str, param: torch.Tensor, experts: int) -> Any:
+    """How ranks share the experts of a parameter: it counts them first.
+
+    The second factor of peft's adapters of parameters, (outputs, r x experts), counts them last.
+    """
+    if _JOINED_B.search(owner) and param.ndim == 2:
+        return _StridedShard(dim=1, split_factor=param.shape[1] // experts)
+    return Shard(0)
+
+
+def _inner_cut(name: str, module: Any, param_name: str, etp: int) -> Any:
+    """How the `etp` ranks of an expert share a parameter: outputs of gate and up, inputs of down.
+
+    Each adds a part of the bias of down, which so is added once.
+    """
+    param = getattr(module, param_name, None)
+    is_transposed = getattr(module, "is_transposed", False)
+    dims = {
+        "gate_up_proj": 2 if is_transposed else 1,
+        "gate_up_proj_bias": 1,
+        "down_proj": 1 if is_transposed else 2,
+        DOWN_BIAS: 1,
     }
-    if param_name not in cuts or param.ndim != 3:
+    if param_name not in dims or param is None:
         raise ValueError(
             f"{name}.{param_name} has no rule for expert tensor parallelism, which knows "
-            "gate_up_proj (experts, 2 x inner, hidden) and down_proj (experts, hidden, inner) "
-            "without biases: use etp=1"
+            f"{', '.join(dims)}: use etp=1"
         )
-    dim, placement = cuts[param_name]
-    inner = param.shape[dim] // (2 if param_name == "gate_up_proj" else 1)
-    if inner % etp:
-        raise ValueError(f"etp={etp} must divide the inner size {inner} of {name}")
-    return placement
+    dim = dims[param_name]
+    is_packed = param_name.startswith("gate_up")
+    size = param.shape[dim] // (2 if is_packed else 1)
+    if size % etp:
+        raise ValueError(f"etp={etp} must divide the size {size} of {name}.{param_name}")
+    if is_packed and getattr(module, "is_concatenated", True):
+        return _StridedShard(dim=dim, split_factor=2)
+    return Shard(dim)
 
 
 class _Move(torch.autograd.Function):
@@ -189,9 +214,19 @@ def _local_parameters(module: nn.Module) -> Iterator[None]:
     owners: list[dict[str, Any]] = [part._parameters for part in module.modules()]
     originals = [dict(held) for held in owners]
     for held in owners:
-        held.update({n: p.to_local() for n, p in held.items() if isinstance(p, DTensor)})
+        held.update({n: _local(n, p) for n, p in held.items() if isinstance(p, DTensor)})
     try:
         yield
     finally:
         for held, original in zip(owners, originals, strict=True):
             held.update(original)
+
+
+def _local(name: str, param: DTensor) -> torch.Tensor:
+    """What this rank has of a parameter; of the bias of down, zeros for what others have of it."""
+    local = param.to_local()
+    width = param.shape[-1]
+    if name != DOWN_BIAS or local.shape[-1] == width:
+        return local
+    before = param.device_mesh.get_local_rank("etp") * local.shape[-1]
+    return nn.functional.pad(local, (before, width - before - local.shape[-1]))

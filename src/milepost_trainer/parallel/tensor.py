@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from milepost_trainer.parallel.collectives import with_summed_gradient
+from milepost_trainer.parallel.dora import cut_magnitudes
 from milepost_trainer.parallel.stages import PassThrough
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
@@ -19,7 +20,7 @@ _ADAPTED = ("base_layer", "original_module")  # what adapters of peft are around
 _IN_ADAPTER = re.compile(
     r"(?P<around>.+)\.(?P<part>base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)"
 )
-_WHOLE_OUTPUT = ("mla_kv_a_proj",)  # acts on what comes out, and cuts nothing
+_AROUND = ("mla_kv_a_proj", "moe_tp_experts")  # act on what goes in and out, and cut nothing
 
 
 def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
@@ -37,7 +38,7 @@ def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         rule = _rule_of(module_name, modules, plan)
         for param_name, _ in module.named_parameters(recurse=False):
             name = f"{module_name}.{param_name}"
-            style = plan.get(_wildcard(name), rule)
+            style = plan.get(_wildcard(name.replace(".base_layer", "")), rule)
             if style is not None:
                 expanded[name] = style
         if rule is not None:
@@ -56,12 +57,12 @@ def _rule_of(name: str, modules: dict[str, nn.Module], plan: dict[str, str]) -> 
     if place is None:
         rule = plan.get(_wildcard(name))
         is_around = rule is not None and any(f"{name}.{part}" in modules for part in _ADAPTED)
-        if is_around and rule not in _WHOLE_OUTPUT:
+        if is_around and rule not in _AROUND:
             return None
         return rule
     around, part = place["around"], place["part"]
     rule = plan.get(_wildcard(around))
-    if rule is None or rule in _WHOLE_OUTPUT:
+    if rule is None or rule in _AROUND:
         return None
     if part.startswith("lora_"):
         cut = "colwise" if part.startswith("lora_B") else "rowwise"
@@ -94,19 +95,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
             style.validate_param(module, param_name, mesh, parameter_name=name)
             style.shard_param(module, param_name, mesh)
             sharded[before] = module.get_parameter(param_name)
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradients[0].contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+    cut_magnitudes(model, mesh)
 
 
 def _sum_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -120,8 +109,9 @@ def _sum_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
     def summed(*args: Any, **kwargs: Any) -> Any:
         held: dict[str, Any] = module._parameters
         originals = dict(held)
-        apply: Any = _SumGradient.apply
-        held.update({n: apply(p, group) for n, p in originals.items() if p is not None})
+        held.update(
+            {n: with_summed_gradient(p, group) for n, p in originals.items() if p is not None}
+        )
         try:
             return forward(*args, **kwargs)
         finally:

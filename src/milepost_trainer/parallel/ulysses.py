@@ -57,28 +57,65 @@ def ulysses_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `(rows, heads, length / cp, head_dim)` over the whole length.
 
-    Returns `(rows, length / cp, heads, head_dim)`. Collective over the group of the module.
+    With a `sliding_window`, a column sees as many, itself the last of them. `s_aux` `(heads,)` are
+    attention sinks. Returns `(rows, length / cp, heads, head_dim)`. Collective over the group of
+    the module.
     """
     group: Any = module.context_group
     heads = query.shape[1]
     if key.shape[1] % group.size():
         key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
     query, key, value = (_swapped(t, group, 1, 2) for t in (query, key, value))
-    output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
+    window = None if sliding_window is None else _window(query, sliding_window)
+    if s_aux is None:
+        output = nn.functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=window,
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+    else:
+        sinks = s_aux.chunk(group.size())[group.rank()]  # of the heads that this rank has now
+        output = _attention_with_sinks(query, key, value, sinks, window, scaling, dropout)
     output = _swapped(output, group, 2, 1)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _window(query: torch.Tensor, size: int | None) -> torch.Tensor:
+    """Which columns each column sees, `(length, length)`: those before it, of `size` the last."""
+    length = query.shape[2]
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return seen if size is None else seen.triu(1 - size)
+
+
+def _attention_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    seen: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention in which each head has one more logit, that no value belongs to."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    seen = _window(query, None) if seen is None else seen
+    logits = logits.masked_fill(~seen, torch.finfo(logits.dtype).min)
+    of_sinks = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    shares = torch.cat([logits, of_sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return nn.functional.dropout(shares, dropout).to(value.dtype) @ value
 
 
 AttentionInterface.register(NAME, ulysses_attention)
@@ -101,10 +138,10 @@ def use_ulysses(model: nn.Module, group: dist.ProcessGroup, *, tp: int) -> None:
                 f"{name} of {type(model).__name__} reads in both directions; context parallelism "
                 "does causal attention only: use cp=1"
             )
-        if hasattr(module, "sinks") or getattr(module, "sliding_window", None) is not None:
+        if getattr(module, "attn_logit_softcapping", None) is not None:
             raise ValueError(
-                f"{name} of {type(model).__name__} has attention sinks or a sliding window; "
-                "context parallelism does full causal attention only: use cp=1"
+                f"{name} of {type(model).__name__} caps its logits, which context parallelism "
+                "does not: use cp=1"
             )
         module.context_group = group
 

@@ -84,3 +84,21 @@ def ranking(
     """
     similarity = normalize(anchors, dim=-1) @ normalize(candidates, dim=-1).T
     return cross_entropy(similarity * scale, own, reduction="none")
+
+
+def verifier(
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    targets: torch.Tensor,
+    value: torch.Tensor,
+    judged: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a language model with a value head is trained for: two parts, `(rows, columns)` each.
+
+    The negative log-likelihood of the next tokens, and the squared error of the values of those
+    columns that are `judged`; 0 elsewhere. `logits` `(rows, columns, vocabulary)`, `value`
+    `(rows, 1)`: what each row is worth. Token-level verifiers with a joint objective, Cobbe et al.
+    2021, https://arxiv.org/abs/2110.14168.
+    """
+    flat = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return flat.view_as(targets), (values - value).square() * judged

@@ -1,4 +1,4 @@
-"""The rows of tasks whose samples have several: lines of `.jsonl` files, one sample each.
+"""The rows of tasks whose losses are over whole samples: lines of `.jsonl` files, one sample each.
 
 | task | keys of a line | rows of a sample |
 |---|---|---|
@@ -6,6 +6,8 @@
 | `kto` | `prompt`, `completion`, `label` (true: desirable) | its own, a foreign completion |
 | `sdpg` | `prompt`, `completion`, `teacher_prompt` | what the policy sees, what the teacher sees |
 | `reward` | `chosen`, `rejected`, and `prompt` or not | chosen, rejected |
+| `classification` | `text`, `label` (a number from 0) | the text |
+| `value` | `prompt`, `completion`, `value` (a number) | the completion after the prompt |
 | `embedding` | `anchor`, `positive` | anchor, positive |
 
 Labels are the tokens that count: answers where log-probabilities are compared, all but padding
@@ -14,6 +16,7 @@ where a model reads a whole text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,6 +93,36 @@ def reward_samples(files: Sequence[str], tokenizer: Any, length: int) -> Samples
         texts = (_ids(prompt + line[key], tokenizer) for key in ("chosen", "rejected"))
         rows.add(*(([*ids, tokenizer.eos_token_id],) * 2 for ids in texts))
     return rows.samples()
+
+
+def classification_samples(
+    files: Sequence[str], tokenizer: Any, length: int, classes: int
+) -> Samples:
+    """The text of each line, ended by the end token. `others` has `class`, int64 (samples,)."""
+    rows, found = Rows(tokenizer, length, first=0), []
+    for where, line in _texts(files, "classification", "text"):
+        label = line.get("label")
+        if type(label) is not int or not 0 <= label < classes:
+            raise ConfigError(
+                f"{where}: label: expected a whole number from 0 to {classes - 1} (num_labels is "
+                f"{classes}), found {label!r}"
+            )
+        ids = [*_ids(line["text"], tokenizer), tokenizer.eos_token_id]
+        if rows.add((ids, ids)):
+            found.append(label)
+    return rows.samples().with_others(**{"class": torch.tensor(found)})
+
+
+def value_samples(files: Sequence[str], tokenizer: Any, length: int) -> Samples:
+    """The completion after the prompt. `others` has `value`, float32 (samples,)."""
+    rows, found = Rows(tokenizer, length), []
+    for where, line in _texts(files, "value", "prompt", "completion"):
+        value: Any = line.get("value")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ConfigError(f"{where}: value: expected a number, found {value!r}")
+        if rows.add(answered(line["prompt"], line["completion"], tokenizer)):
+            found.append(float(value))
+    return rows.samples().with_others(value=torch.tensor(found))
 
 
 def embedding_samples(files: Sequence[str], tokenizer: Any, length: int) -> Samples:
