@@ -65,7 +65,10 @@ MAY_CATCH_EVERYTHING = {
 MAY_WRITE_FILES = ("storage/", "testing/")
 
 # `.pt` files are archives of torch, so torch writes them: to a stream of ours, not to a path.
-MAY_TORCH_SAVE = {"layouts/archive_write.py"}
+MAY_TORCH_SAVE = {
+    "layouts/archive_write.py",
+    "integrations/lightning_state.py",  # in memory, for the loader of Lightning to read
+}
 
 OS_WRITES = {
     *("chmod", "copy_file_range", "ftruncate", "link", "makedirs", "mkdir", "mkfifo"),

@@ -28,6 +28,7 @@ from milepost.integrations.lightning import (  # noqa: E402
     MilepostCheckpointIO,
     MilepostRandomState,
     MilepostStrategy,
+    load_from_checkpoint,
 )
 
 
@@ -258,12 +259,9 @@ def test_a_run_under_ddp_resumes_with_the_random_state_of_every_rank(tmp_path: P
 class Sharded(pl.LightningModule):  # type: ignore[misc]
     """A transformers model with a head beside it, sharded by FSDP2."""
 
-    def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard
+    def build(self) -> tuple[Any, nn.Module]:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        if hasattr(self, "llm"):
-            return
         config = LlamaConfig(
             vocab_size=32,
             hidden_size=16,
@@ -274,8 +272,14 @@ class Sharded(pl.LightningModule):  # type: ignore[misc]
             attention_dropout=0.2,
             pad_token_id=0,
         )
-        self.llm = LlamaForCausalLM(config)
-        self.head = nn.Linear(16, 1)
+        return LlamaForCausalLM(config), nn.Linear(16, 1)
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if hasattr(self, "llm"):
+            return
+        self.llm, self.head = self.build()
         mesh = self.device_mesh["data_parallel"]
         for layer in self.llm.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -367,3 +371,131 @@ def test_a_sharded_run_resumes_exactly_and_its_weights_are_those_of_the_hub(
     assert run_world(1, one_rank, tmp_path) == [("resharded", 8 + 4)]
     with pytest.raises(InvalidInputError, match="saved by MilepostStrategy"):
         MilepostCheckpointIO().load_checkpoint(path)
+
+
+# ---- modules out of checkpoints, for use
+
+
+class Sized(pl.LightningModule):  # type: ignore[misc]
+    """Its sizes are hyper-parameters, and it looks at what it is loaded from."""
+
+    def __init__(self, width: int, depth: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.ModuleList([nn.Linear(4, width), *[nn.Linear(width, 4)] * depth])
+        self.seen: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        value = batch[0]
+        for layer in self.layers:
+            value = layer(value)
+        return value.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4) / 64), batch_size=2)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = "kept"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint
+
+
+class Numbers(pl.LightningDataModule):  # type: ignore[misc]
+    """A data module with a state."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.read = 0
+
+    def train_dataloader(self) -> Any:
+        self.read += self.hparams["rows"]
+        return DataLoader(TensorDataset(torch.ones(self.hparams["rows"], 4)), batch_size=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
+def test_a_module_is_built_from_a_checkpoint_with_its_hyper_parameters_and_weights(
+    tmp_path: Path,
+) -> None:
+    made = fit(tmp_path, 1, module=lambda: Sized(8))
+    path = tmp_path / "epoch=0.ckpt"
+    loaded = load_from_checkpoint(Sized, path, map_location="cpu")
+    assert isinstance(loaded, Sized) and loaded.hparams["width"] == 8
+    assert same(dict(loaded.state_dict()), dict(made.lightning_module.state_dict()))
+    assert loaded.seen["note"] == "kept" and "optimizer_states" not in loaded.seen
+    assert loaded.seen["state_dict"].keys() == loaded.state_dict().keys()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_from_checkpoint(Sized, path, width=6)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_from_checkpoint(Sized, path, depth=2)
+    deeper = load_from_checkpoint(Sized, path, depth=2, strict=False)
+    assert len(deeper.layers) == 3
+
+
+def test_a_data_module_is_built_from_a_checkpoint_with_its_state(tmp_path: Path) -> None:
+    made = trainer(tmp_path, 1)
+    made.fit(Sized(8), datamodule=Numbers(6))
+    loaded = load_from_checkpoint(Numbers, tmp_path / "epoch=0.ckpt")
+    assert loaded.hparams["rows"] == 6 and loaded.read == 6
+
+
+def test_a_file_of_stock_lightning_gives_the_module_that_lightning_gives(tmp_path: Path) -> None:
+    keep = [ModelCheckpoint(tmp_path, filename="{epoch}")]
+    fit(tmp_path, 1, module=lambda: Sized(8), plugins=[], callbacks=keep)
+    path = tmp_path / "epoch=0.ckpt"
+    stock = Sized.load_from_checkpoint(path, weights_only=False)
+    ours = load_from_checkpoint(Sized, path)
+    assert same(dict(ours.state_dict()), dict(stock.state_dict()))
+
+
+def test_damage_is_found_before_a_module_is_built(tmp_path: Path) -> None:
+    fit(tmp_path, 1, module=lambda: Sized(8))
+    file = tmp_path / "epoch=0.ckpt" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(bytes(raw))
+    with pytest.raises(DamagedError):
+        load_from_checkpoint(Sized, file.parent, verify=mp.Verify.DIGESTS)
+    mp.save(tmp_path / "checkpoint-1", {"model": nn.Linear(2, 2)}, step=1)
+    with pytest.raises(mp.errors.CheckpointError, match="lightning"):
+        load_from_checkpoint(Sized, tmp_path / "checkpoint-1")
+
+
+class Whole(Sharded):
+    """The same module, built where there is no mesh."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            super().configure_model()
+        elif not hasattr(self, "llm"):
+            self.llm, self.head = self.build()
+
+
+def test_one_process_builds_a_module_from_the_checkpoint_of_a_sharded_run(tmp_path: Path) -> None:
+    first, _ = run_world(2, sharded_whole_rank, tmp_path)
+    path = tmp_path / "epoch=0.ckpt"
+    module = load_from_checkpoint(Whole, path, factor=2.0)
+    assert module.hparams["factor"] == 2.0
+    found = {name: param.detach() for name, param in module.named_parameters()}
+    assert found and same(found, {name: first[name] for name in found})
+
+
+def sharded_whole_rank(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    strategy = MilepostStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+    )
+    keep = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    return whole_state(on_ranks(path, 1, strategy=strategy, callbacks=[keep], module=Whole))

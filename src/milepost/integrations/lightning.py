@@ -8,18 +8,19 @@
 
     Trainer(strategy=MilepostStrategy(data_parallel_size=8, tensor_parallel_size=1))   # FSDP2, TP
 
+    model = load_from_checkpoint(MyModule, "run/epoch=1.ckpt")   # MyModule.load_from_checkpoint
+
 A checkpoint is a directory that is committed at once or not at all. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from milepost._warn import warn_user
 from milepost.checkpointing.load import RngRestore, Verify, load
@@ -32,21 +33,22 @@ from milepost.engine.rendezvous import together
 from milepost.engine.write import WriteOptions
 from milepost.errors import (
     CheckpointWarning,
-    DamagedError,
     InvalidInputError,
     MissingExtraError,
     NotFoundError,
 )
 from milepost.format.manifest import MANIFEST_NAME
-from milepost.hf.live import unwrap
+from milepost.integrations.lightning_state import as_file, models_of, module_of, moved, require_ok
 from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.directory import DirectoryCheckpoint, require_intact
 from milepost.layouts.torch_archive import TorchArchive
+from milepost.state.policies import Missing, Unexpected
 from milepost.state.rng import capture_rng, pack_rng, restore_rng, unpack_rng
 from milepost.storage.intent import remove_entry
 from milepost.storage.lease import RunLease
 
 try:
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins.io import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -56,11 +58,12 @@ except ImportError as _error:
     ) from _error
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 KEY = "lightning"
 _STATE_DICT = "state_dict"
 _OPTIMIZERS = "optimizer_states"
+_Module = TypeVar("_Module", bound=Any)
 
 
 class MilepostCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -97,7 +100,7 @@ class MilepostCheckpointIO(CheckpointIO):  # type: ignore[misc]
             save(
                 Path(path),
                 {
-                    "model": _module_of(tensors),
+                    "model": module_of(tensors),
                     KEY: {"is_sharded": False, "checkpoint": rest, "extra": extra},
                 },
                 step=int(checkpoint.get("global_step", 0)),
@@ -122,7 +125,7 @@ class MilepostCheckpointIO(CheckpointIO):  # type: ignore[misc]
         else:
             loaded = self._read(place)
         if isinstance(map_location, str | torch.device):
-            loaded = _moved(loaded, torch.device(map_location))
+            loaded = moved(loaded, torch.device(map_location))
         found: dict[str, Any] = loaded
         return found
 
@@ -136,7 +139,7 @@ class MilepostCheckpointIO(CheckpointIO):  # type: ignore[misc]
             )
         require_intact(opened, ("weights", "state"))
         if self._verify is not Verify.SIZES:
-            _require_ok(opened)
+            require_ok(opened)
         tree = opened.training_state()[KEY]
         if tree["is_sharded"]:
             raise InvalidInputError(
@@ -284,69 +287,74 @@ class MilepostStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def _live(self, *, with_optimizers: bool) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        state = _models_of(module)
+        state = models_of(module)
         optimizers = self.optimizers if with_optimizers else []
         if len(optimizers) == 1:
             return {**state, "optimizer": optimizers[0]}
         return {**state, **{f"optimizer_{n}": each for n, each in enumerate(optimizers)}}
 
 
+def load_from_checkpoint(
+    cls: type[_Module],
+    checkpoint_path: str | Path,
+    *,
+    verify: Verify = Verify.SIZES,
+    **keywords: Any,
+) -> _Module:
+    """`cls.load_from_checkpoint` for a checkpoint of Milepost: a new module with its weights.
+
+    `cls` is a class of LightningModules or LightningDataModules. `keywords` are those of the method
+    of Lightning: `map_location` (a device or its name where the run was sharded), `hparams_file`,
+    `strict`, and arguments of the class in place of the saved ones. Nothing is executed, so
+    `weights_only` changes nothing. The module's `on_load_checkpoint` sees no states of optimizers,
+    and of a run with `MilepostStrategy` no weights; the module must then be one that one process
+    can build. A file that Lightning wrote is read too. Not collective.
+    """
+    path = Path(checkpoint_path)
+    keywords["weights_only"] = False  # of bytes that are made here
+    if path.is_file():
+        file = MilepostCheckpointIO().load_checkpoint(path)
+        return cls.load_from_checkpoint(as_file(file), **keywords)  # type: ignore[no-any-return]
+    tree: dict[str, Any] = {}
+    with alone():
+        load(path, {KEY: tree}, rng=RngRestore.LATER, verify=verify)
+    checkpoint = tree["checkpoint"]
+    checkpoint.pop(_OPTIMIZERS, None)
+    if tree["is_sharded"]:
+        return _from_shards(cls, path, checkpoint, keywords)
+    checkpoint[_STATE_DICT] = {**Checkpoint.open(path).read_weights(), **tree["extra"]}
+    return cls.load_from_checkpoint(as_file(checkpoint), **keywords)  # type: ignore[no-any-return]
+
+
+def _from_shards(
+    cls: type[_Module], path: Path, checkpoint: dict[str, Any], keywords: dict[str, Any]
+) -> _Module:
+    """Lightning builds the module, and it is filled where it lies."""
+    is_module = issubclass(cls, LightningModule)
+    is_strict = keywords.pop("strict", None) is not False
+    device = keywords.pop("map_location", None)
+    file = as_file({**checkpoint, _STATE_DICT: {}})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(The state dict in|Found keys that are in the model)")
+        made: _Module = cls.load_from_checkpoint(
+            file, **({"strict": False} if is_module else {}), **keywords
+        )
+    if is_module:
+        module: Any = made if device is None else made.to(device)
+        with alone():
+            load(
+                path,
+                models_of(module),
+                missing=Missing.ERROR if is_strict else Missing.KEEP,
+                unexpected=Unexpected.ERROR if is_strict else Unexpected.IGNORE,
+                rng=RngRestore.LATER,
+            )
+    return made
+
+
 def _is_within_epoch(trainer: Trainer) -> bool:
     """Whether training goes on from a checkpoint that was written in the middle of an epoch."""
     return bool(trainer.fit_loop.restarted_mid_epoch)
-
-
-def _models_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The one transformers model inside and the rest, or the module as a whole."""
-    transformers = sys.modules.get("transformers")
-    kind = getattr(transformers, "PreTrainedModel", None)
-    children = dict(module.named_children())
-    found = [n for n, child in children.items() if kind and isinstance(unwrap(child), kind)]
-    if len(found) != 1:
-        return {"model": module}
-    rest = nn.Module()
-    rest._modules.update({name: child for name, child in children.items() if name not in found})
-    rest._parameters.update(module._parameters)
-    rest._buffers.update(module._buffers)
-    rest._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
-    model = {"model": children[found[0]]}
-    return {**model, "module": rest} if rest.state_dict() else model
-
-
-def _module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Modules whose buffers are `tensors`, under the same names."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module._modules[part] = nn.Module()
-            inner = module._modules[part]
-            assert inner is not None
-            module = inner
-        module._buffers[last] = tensor
-    return root
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(part, device) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(part, device) for part in value)
-    return value
-
-
-def _require_ok(opened: Checkpoint) -> None:
-    report = opened.verify()
-    if not report.ok:
-        raise DamagedError(
-            f"{opened.path}: {'; '.join(p.message for p in report.problems[:3])}; nothing was "
-            "loaded: resume from another checkpoint",
-            path=opened.path,
-        )
 
 
 def _refuse_options(storage_options: Any | None) -> None:
