@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from milepost.checkpointing.files import PlannedFile, file_entries
+from milepost.checkpointing.files import PlannedFile
 from milepost.checkpointing.save_phases import Phases
+from milepost.checkpointing.seal import seal
 from milepost.checkpointing.target import committed_at, taken
 from milepost.checkpointing.world import host_name
 from milepost.engine.write import Durability, WriteOptions, create_files
 from milepost.errors import CheckpointError, MismatchError
-from milepost.format.digests import Extent, digest_of
+from milepost.format.digests import Extent
 from milepost.format.manifest import (
-    DIGESTS_NAME,
-    MANIFEST_NAME,
-    FileEntry,
     Manifest,
-    encode_manifest,
 )
 from milepost.layouts.directory import read_manifest
-from milepost.storage import atomic, fileops
+from milepost.storage import fileops
 from milepost.storage.links import link_committed, sync_committed
 from milepost.storage.staging import StagingDirectory, move_to_incomplete
 
@@ -91,23 +88,10 @@ class LedCopy:
         """Write what comes last, the digests and the manifest; nothing when that is done."""
         if self._is_complete:
             return
-        entries, records = file_entries(files, extents)
-        self._write(self.directory / DIGESTS_NAME, records)
-        digest = digest_of(records)
-        entries.append(
-            FileEntry(name=DIGESTS_NAME, nbytes=len(records), role="state", digest=digest)
-        )
-        manifest.files = entries
         manifest.phases = dict(phases.seconds)
         manifest.phase_nbytes = dict(phases.nbytes)
-        self._write(self.directory / MANIFEST_NAME, encode_manifest(manifest))
+        seal(self.directory, manifest, files, extents, durability=self.options.durability)
         self._is_complete = True
-
-    def _write(self, path: Path, data: bytes) -> None:
-        if self.options.durability is Durability.DURABLE:
-            atomic.write_new_file(path, data)
-        else:
-            atomic.write_unsynced_file(path, data)
 
     def publish(self, *, replaces: bool) -> None:
         """Give it its name."""

@@ -22,6 +22,18 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | int | str | N
     return plain
 
 
+def recorded_metrics(metrics: Mapping[str, Any]) -> dict[str, float | int | str | None]:
+    """Metrics out of a checkpoint that is there, as a manifest has them: text where one is no
+    finite number."""
+    plain: dict[str, float | int | str | None] = {}
+    for name, value in metrics.items():
+        is_plain = isinstance(value, int | str) or (
+            isinstance(value, float) and math.isfinite(value)
+        )
+        plain[str(name)] = value if is_plain else str(value)
+    return plain
+
+
 def plain_epoch(epoch: Any) -> float | None:
     """The epoch as a finite number, from 0 up."""
     if epoch is None:

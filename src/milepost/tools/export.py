@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from milepost.engine.write import WriteOptions
 from milepost.errors import DamagedError, ExistsError, InvalidInputError
-from milepost.format.manifest import DIGESTS_NAME
 from milepost.layouts.checkpoint import Checkpoint, Severity
 from milepost.layouts.directory import DirectoryCheckpoint
+from milepost.layouts.directory_verify import verify_directory
 from milepost.layouts.trio_names import look, split_suffix, trio_names
 from milepost.plan.parts import DEFAULT_PART_NBYTES
 from milepost.storage.fileops import PathLike
@@ -60,8 +55,8 @@ def export_checkpoint(
     """Write the checkpoint at `path` as `out`: all of it, or nothing.
 
     A directory is complete for `from_pretrained` when the source has a configuration; its weights
-    are streamed. A trio or single file holds the weights under their names. What is exported is
-    verified first, so that damage is not sealed by new digests.
+    are streamed, by the frame of all rewrites. A trio or single file holds the weights under their
+    names. What is exported is verified, so that damage is not sealed by new digests.
 
     Raises `ExistsError` when `out` is there, `InvalidInputError` when the weights need sidecars
     that would be left out, `DamagedError`, `NoSpaceError`, `StorageError`.
@@ -69,7 +64,7 @@ def export_checkpoint(
     checkpoint = Checkpoint.open(path)
     target = Path(out)
     _check_free(target, to)
-    _check_source(checkpoint, training_state)
+    _check_source(checkpoint, to, training_state)
     if to is ExportTarget.DIRECTORY:
         from milepost.tools.export_directory import export_directory
 
@@ -102,10 +97,15 @@ def _check_free(target: Path, to: ExportTarget) -> None:
         )
 
 
-def _check_source(checkpoint: Checkpoint, training_state: TrainingState) -> None:
-    """`DamagedError` when bytes that are to be exported are not those that were saved."""
-    if isinstance(checkpoint, DirectoryCheckpoint) and training_state is TrainingState.LEAVE_OUT:
-        report = _only_weights(checkpoint).verify(threads=WriteOptions().threads)
+def _check_source(checkpoint: Checkpoint, to: ExportTarget, training_state: TrainingState) -> None:
+    """`DamagedError` when bytes that are to be exported are not those that were saved.
+
+    Weights that go to a directory are proven while they are copied.
+    """
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        unread = _unread(checkpoint, to, training_state)
+        threads = WriteOptions().threads
+        report = verify_directory(checkpoint, threads=threads, on_bytes=None, leave_out=unread)
     else:
         report = checkpoint.verify(threads=WriteOptions().threads)
     roles = {file.name: file.role for file in checkpoint.files()}
@@ -124,31 +124,17 @@ def _check_source(checkpoint: Checkpoint, training_state: TrainingState) -> None
         )
 
 
-def _only_weights(checkpoint: DirectoryCheckpoint) -> DirectoryCheckpoint:
-    """A handle whose manifest lists only what an export of the weights reads."""
-    manifest = checkpoint.manifest
-    key = checkpoint.model_keys()[0] if manifest.models else None
-    wanted = [
-        entry
-        for entry in manifest.files
-        if entry.role == "weights" or entry.name in (DIGESTS_NAME, *manifest.needs)
-    ]
-    listed = {entry.name for entry in manifest.files}  # a sidecar that lacks is refused as such
-    narrow = DirectoryCheckpoint(checkpoint.path)
-    narrow.manifest = msgspec.structs.replace(
-        manifest,
-        files=wanted,
-        needs=[name for name in manifest.needs if name in listed],
-        models={} if key is None else {key: manifest.models[key]},
-        state={},
-    )
-    return narrow
-
-
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | int | str | None]:
-    """Metrics as a manifest holds them: what is not finite is text."""
-    plain: dict[str, float | int | str | None] = {}
-    for name, value in metrics.items():
-        finite = not isinstance(value, float) or math.isfinite(value)
-        plain[name] = value if finite and isinstance(value, int | float | str) else str(value)
-    return plain
+def _unread(
+    checkpoint: DirectoryCheckpoint, to: ExportTarget, training_state: TrainingState
+) -> set[str]:
+    """Files that the export does not read, or proves itself; a sidecar that is not listed is
+    refused as such."""
+    weights = {info.file for info in checkpoint.tensors().values()}
+    listed = {entry.name for entry in checkpoint.manifest.files}
+    needs = set(checkpoint.manifest.needs)
+    unread = needs - listed
+    if to is ExportTarget.DIRECTORY:
+        unread |= weights
+    if training_state is TrainingState.LEAVE_OUT:
+        unread |= listed - weights - needs
+    return unread

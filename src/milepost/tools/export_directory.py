@@ -1,40 +1,24 @@
-"""Writing a checkpoint directory out of any checkpoint, its weights streamed."""
+"""Writing a checkpoint directory out of any checkpoint: a rewrite in which nothing changes."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from milepost.checkpointing.files import PlannedFile, document_file, file_entries
-from milepost.checkpointing.provenance import writer
-from milepost.engine.source import BytesSource
-from milepost.engine.write import Durability, Piece, WriteOptions, write_files
-from milepost.errors import CheckpointError, InvalidInputError
-from milepost.format.digests import digest_of
-from milepost.format.dtypes import DTYPES
-from milepost.format.manifest import (
-    DIGESTS_NAME,
-    MANIFEST_NAME,
-    FileEntry,
-    Manifest,
-    ModelEntry,
-    Role,
-    StateEntry,
-    encode_manifest,
-)
-from milepost.format.tree import encode
-from milepost.hf.aux_files import CONFIG
+from milepost.checkpointing.files import PlannedFile
+from milepost.engine.write import Durability, WriteOptions
+from milepost.errors import InvalidInputError
+from milepost.format.manifest import DIGESTS_NAME, Manifest
 from milepost.layouts.checkpoint import Checkpoint
-from milepost.layouts.directory import PRIMARY, DirectoryCheckpoint, check_step_name, read_manifest
-from milepost.plan.parts import parse_nbytes, plan_parts
-from milepost.storage import atomic, fileops
-from milepost.storage.space import require_space, storage_error
-from milepost.storage.staging import StagingDirectory
-from milepost.tools.carried import Carried, carried_files
-from milepost.tools.export import ExportReport, ExportTarget, TrainingState, plain_metrics
-from milepost.tools.sources import FileRange, tensor_set_of, weight_sources
+from milepost.layouts.directory import DirectoryCheckpoint
+from milepost.tools.export import ExportReport, ExportTarget, TrainingState
+from milepost.tools.rewrite.beside import copied_file
+from milepost.tools.rewrite.groups import passed
+from milepost.tools.rewrite.options import RewriteOptions
+from milepost.tools.rewrite.rewrite import Rewrite
+from milepost.tools.rewrite.run import run_rewrite
+from milepost.tools.rewrite.source import EpSlices, Source
 
 
 def export_directory(
@@ -46,172 +30,67 @@ def export_directory(
     options: WriteOptions,
 ) -> ExportReport:
     """See `export_checkpoint`."""
-    carried = carried_files(checkpoint)
-    stem = _stem(checkpoint)
-    files = _weight_files(checkpoint, stem, parse_nbytes(max_shard_size))
-    manifest = _manifest(checkpoint, carried, stem)
-    check_step_name(target, manifest.step)
-    if training_state is TrainingState.INCLUDE:
-        files += _state_files(checkpoint, manifest, carried, {file.name for file in files})
-    for name, path in carried.paths.items():
-        role: Role = "weights" if name in carried.needs else "info"
-        files.append(_copied_file(name, path, role))
-    files += [document_file(name, data, "info") for name, data in carried.documents.items()]
-    manifest.notes = list(carried.notes)
-    nbytes = publish_directory(target, files, manifest, options)
+    with Source(checkpoint, EpSlices.REFUSE) as source:
+        rewrite = Rewrite(
+            verb="export",
+            sources=[source],
+            groups=[passed(tensor) for tensor in source.tensors.values()],
+            arguments={
+                "max_shard_size": max_shard_size,
+                "training_state": training_state.value,
+            },
+            stem=_stem(source),
+        )
+        if checkpoint.info.step is None:
+            rewrite.carried().notes.append("the source records no step; this directory says 0")
+        if training_state is TrainingState.INCLUDE:
+            owner = _owner_of_state(checkpoint)
+            rewrite.extra = list(_state_files(owner, rewrite))
+            rewrite.edit_manifest = partial(_add_state, owner.manifest)
+        is_durable = options.durability is Durability.DURABLE
+        report = run_rewrite(
+            rewrite,
+            target,
+            RewriteOptions(
+                max_shard_size=max_shard_size, threads=options.threads, is_durable=is_durable
+            ),
+        )
     return ExportReport(
         path=target,
         target=ExportTarget.DIRECTORY,
-        files=tuple(sorted([*(entry.name for entry in manifest.files), MANIFEST_NAME])),
-        nbytes=nbytes,
-        notes=tuple(carried.notes),
+        files=tuple(sorted(report.files)),
+        nbytes=report.nbytes,
+        notes=report.notes,
     )
 
 
-def _stem(checkpoint: Checkpoint) -> str:
+def _stem(source: Source) -> str:
     """The stem of the weights: that of the source where it is one that loaders know."""
-    tensors = tensor_set_of(checkpoint)
-    known = tensors is not None and tensors.stem in ("model", "adapter_model")
-    return tensors.stem if tensors is not None and known else "model"
+    is_known = source.set is not None and source.set.stem in ("model", "adapter_model")
+    return source.set.stem if source.set is not None and is_known else "model"
 
 
-def _weight_files(checkpoint: Checkpoint, stem: str, max_part_nbytes: int) -> list[PlannedFile]:
-    tensors = checkpoint.tensors()
-    foreign = [info for info in tensors.values() if info.dtype not in DTYPES]
-    if foreign:
-        raise InvalidInputError(
-            f"{checkpoint.path}: {foreign[0].name}: safetensors cannot hold {foreign[0].dtype} "
-            f"({len(foreign)} such tensors); cast them before exporting"
-        )
-    sources = weight_sources(checkpoint)
-    plan = plan_parts(
-        ((info.name, info.dtype, info.shape) for info in tensors.values()),
-        stem=stem,
-        max_part_nbytes=max_part_nbytes,
-    )
-    files = []
-    for part in plan.parts:
-        pieces = [Piece(start=0, source=BytesSource(part.header))]
-        pieces += [Piece(start=part.offset(name), source=sources[name]) for name in part.tensors]
-        files.append(
-            PlannedFile(name=part.name, role="weights", nbytes=part.nbytes, pieces=tuple(pieces))
-        )
-    return [*files, document_file(plan.index_name, plan.index_bytes(), "weights")]
-
-
-def _copied_file(name: str, path: Path, role: Role) -> PlannedFile:
-    source = FileRange(path, 0, path.stat().st_size)
-    pieces = (Piece(start=0, source=source),)
-    return PlannedFile(name=name, role=role, nbytes=source.nbytes, pieces=pieces)
-
-
-def _manifest(checkpoint: Checkpoint, carried: Carried, stem: str) -> Manifest:
-    info = checkpoint.info
-    is_directory = isinstance(checkpoint, DirectoryCheckpoint)
-    key = checkpoint.model_keys()[0] if isinstance(checkpoint, DirectoryCheckpoint) else PRIMARY
-    config = info.model_config
-    if info.step is None:
-        carried.notes.append("the source records no step; this directory says 0")
-    return Manifest(
-        checkpoint_id=uuid.uuid4().hex,
-        parent_id=info.checkpoint_id,
-        step=info.step or 0,
-        epoch=info.epoch,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        metrics=plain_metrics(info.metrics),
-        writer=writer(),
-        mesh={"axes": {}, "world_size": 1},
-        models={
-            key: ModelEntry(
-                prefix="",
-                stem=stem,
-                huggingface=CONFIG in carried.names,
-                tied=dict(checkpoint.tied),
-            )
-        },
-        state={key: StateEntry(kind="model")},
-        model_config=config if is_directory or config is None else encode(config, key="config"),
-        needs=carried.needs,
-        provenance={
-            "exported_from": {"name": checkpoint.path.name, "layout": checkpoint.layout.value},
-            **(info.extra.get("provenance") or {}),
-        },
+def _owner_of_state(checkpoint: Checkpoint) -> DirectoryCheckpoint:
+    if isinstance(checkpoint, DirectoryCheckpoint):
+        return checkpoint
+    raise InvalidInputError(
+        f"{checkpoint.path}: the training state of a {checkpoint.layout.value} checkpoint "
+        "knows parameters by position alone and cannot become that of a directory; export the "
+        "weights, or convert to a trio or single file"
     )
 
 
-def _state_files(
-    checkpoint: Checkpoint, manifest: Manifest, carried: Carried, taken: set[str]
-) -> list[PlannedFile]:
-    """Everything of the source that is not there yet, copied; fills the manifest's entries."""
-    if not isinstance(checkpoint, DirectoryCheckpoint):
-        raise InvalidInputError(
-            f"{checkpoint.path}: the training state of a {checkpoint.layout.value} checkpoint "
-            "knows parameters by position alone and cannot become that of a directory; export the "
-            "weights, or convert to a trio or single file"
-        )
-    source = checkpoint.manifest
+def _state_files(checkpoint: DirectoryCheckpoint, rewrite: Rewrite) -> Iterator[PlannedFile]:
+    """Everything of the source that is neither its weights nor carried, as it is."""
+    weights = checkpoint.weights()
+    skipped = {*weights.part_names, weights.index_path.name, DIGESTS_NAME, *rewrite.carried().names}
+    for entry in checkpoint.manifest.files:
+        if entry.name not in skipped:
+            yield copied_file(entry.name, checkpoint.path / entry.name, entry.role)
+
+
+def _add_state(source: Manifest, manifest: Manifest) -> None:
+    """What the manifest of the source says of its training state and of further models."""
     manifest.state, manifest.exactness, manifest.mesh = source.state, source.exactness, source.mesh
     manifest.fingerprint = source.fingerprint
     manifest.models |= {key: e for key, e in source.models.items() if key not in manifest.models}
-    own = {info.file for info in checkpoint.tensors().values()}
-    tensors = checkpoint.weights()
-    skipped = {*own, *taken, *carried.names, tensors.index_path.name, DIGESTS_NAME}
-    return [
-        _copied_file(entry.name, checkpoint.path / entry.name, entry.role)
-        for entry in source.files
-        if entry.name not in skipped
-    ]
-
-
-def publish_directory(
-    target: Path, files: list[PlannedFile], manifest: Manifest, options: WriteOptions
-) -> int:
-    """Stage, write, commit; bytes written."""
-    needed = sum(file.nbytes for file in files)
-    fileops.make_directories(target.parent)
-    staging = StagingDirectory(
-        target,
-        unique=f"{manifest.checkpoint_id}-{target.name}",
-        owns=lambda path: _id_at(path) == manifest.checkpoint_id,
-    )
-    try:
-        require_space(target.parent, needed)
-        with staging:
-            manifest.files, nbytes = _write(staging.path, files, options)
-            document = encode_manifest(manifest)
-            _writer(options)(staging.path / MANIFEST_NAME, document)
-            staging.commit()
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise storage_error(error, target, needed_nbytes=needed) from error
-    return nbytes + len(document)
-
-
-def _write(
-    directory: Path, files: list[PlannedFile], options: WriteOptions
-) -> tuple[list[FileEntry], int]:
-    for parent in sorted({Path(file.name).parent for file in files}):
-        fileops.make_directories(directory / parent)
-    extents = write_files([file.write_into(directory) for file in files], options)
-    entries, records = file_entries(files, extents)
-    if records:
-        fileops.make_directories(directory / Path(DIGESTS_NAME).parent)
-        _writer(options)(directory / DIGESTS_NAME, records)
-        digest = digest_of(records)
-        entries.append(
-            FileEntry(name=DIGESTS_NAME, nbytes=len(records), role="state", digest=digest)
-        )
-    return entries, sum(entry.nbytes for entry in entries)
-
-
-def _writer(options: WriteOptions) -> Callable[[Path, bytes], None]:
-    is_durable = options.durability is Durability.DURABLE
-    return atomic.write_new_file if is_durable else atomic.write_unsynced_file
-
-
-def _id_at(path: Path) -> str | None:
-    try:
-        return read_manifest(path).checkpoint_id
-    except CheckpointError:
-        return None

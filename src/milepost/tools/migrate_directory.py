@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from milepost.checkpointing.capture import STATE_VERSION
 from milepost.checkpointing.files import PlannedFile, document_file
+from milepost.checkpointing.led_copy import holds
+from milepost.checkpointing.numbers import plain_metrics
 from milepost.checkpointing.provenance import writer
+from milepost.checkpointing.seal import seal
 from milepost.engine.source import BytesSource, TensorSource
-from milepost.engine.write import Piece, WriteOptions
-from milepost.errors import DamagedError, FormatError, UnencodableError
+from milepost.engine.write import Piece, WriteOptions, write_files
+from milepost.errors import CheckpointError, DamagedError, FormatError, UnencodableError
 from milepost.format.dtypes import DTYPES
 from milepost.format.manifest import STATE_NAME, Manifest, ModelEntry, Role, StateEntry
 from milepost.format.strictjson import dumps
@@ -40,8 +43,10 @@ from milepost.plan.parts import DEFAULT_PART_NBYTES, plan_parts
 from milepost.state.tensors import refuse_unstorable, stored_dtype, stored_shape
 from milepost.state.ties import tied_groups
 from milepost.state.tree_torch import StateTensors
+from milepost.storage import fileops
 from milepost.storage.attributes import FileAttributes
-from milepost.tools.export_directory import publish_directory
+from milepost.storage.space import require_space, storage_error
+from milepost.storage.staging import StagingDirectory
 from milepost.tools.migrate_content import DESCRIBED, Content
 from milepost.tools.migrate_target import Leaving, leave
 
@@ -92,7 +97,7 @@ class DirectoryTarget:
         self, options: WriteOptions, proof: Callable[[Content], bool] | None, leaving: Leaving
     ) -> int | None:
         assert self._manifest is not None and self._like is not None, "prepared first"
-        nbytes = publish_directory(self.path, self._files, self._manifest, options)
+        nbytes = _publish(self.path, self._files, self._manifest, options)
         for place in self.path.rglob("*"):
             if place.is_file():
                 self._like.give(place)
@@ -102,6 +107,32 @@ class DirectoryTarget:
                     return None
         leave(leaving)
         return nbytes
+
+
+def _publish(
+    target: Path, files: Sequence[PlannedFile], manifest: Manifest, options: WriteOptions
+) -> int:
+    """Stage, write, commit; bytes of the directory."""
+    needed = sum(file.nbytes for file in files)
+    fileops.make_directories(target.parent)
+    staging = StagingDirectory(
+        target,
+        unique=f"{manifest.checkpoint_id}-{target.name}",
+        owns=lambda path: holds(path, manifest.checkpoint_id),
+    )
+    try:
+        require_space(target.parent, needed)
+        with staging:
+            for parent in sorted({Path(file.name).parent for file in files}):
+                fileops.make_directories(staging.path / parent)
+            extents = write_files([file.write_into(staging.path) for file in files], options)
+            sizes = seal(staging.path, manifest, files, extents, durability=options.durability)
+            staging.commit()
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise storage_error(error, target, needed_nbytes=needed) from error
+    return sum(sizes.values())
 
 
 def _distinct(
@@ -150,8 +181,6 @@ def _manifest(
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, float | int | str | None]:
     """Those that are numbers; all of them are among the metadata."""
-    from milepost.checkpointing.numbers import plain_metrics
-
     return plain_metrics(
         {k: v for k, v in metrics.items() if isinstance(v, int | float) and type(v) is not bool}
     )

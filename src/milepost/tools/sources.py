@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from milepost.engine.source import ByteSource, Scratch, memory_of
+from milepost.engine.source import Scratch
 from milepost.errors import DamagedError
-from milepost.layouts.checkpoint import Checkpoint, TensorInfo
+from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.huggingface import HuggingFaceCheckpoint, huggingface_stem
 from milepost.layouts.tensor_set import TensorSet
@@ -53,37 +52,6 @@ class FileRange:
             os.close(descriptor)
 
 
-class ReadTensor:
-    """A tensor that its checkpoint reads when the first byte is wanted, and let go after the last.
-
-    For layouts whose tensors do not lie in a file as they will be written.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, info: TensorInfo) -> None:
-        self._checkpoint = checkpoint
-        self._info = info
-        self._guard = threading.Lock()
-        self._tensor: torch.Tensor | None = None
-        self._served = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._info.nbytes
-
-    def pieces(self, start: int, end: int, scratch: Scratch) -> Iterator[memoryview]:
-        if start >= end:
-            return
-        with self._guard:
-            if self._tensor is None:
-                self._tensor = self._checkpoint.read(self._info.name).contiguous()
-            tensor = self._tensor
-        yield memory_of(tensor)[start:end]
-        with self._guard:
-            self._served += end - start
-            if self._served >= self.nbytes:
-                self._tensor = None
-
-
 def tensor_set_of(checkpoint: Checkpoint) -> TensorSet | None:
     """The safetensors parts that hold the weights; None for layouts that are made otherwise."""
     if isinstance(checkpoint, DirectoryCheckpoint):
@@ -95,18 +63,6 @@ def tensor_set_of(checkpoint: Checkpoint) -> TensorSet | None:
         stem = huggingface_stem(path)
         return None if stem is None else TensorSet(path, stem)
     return None
-
-
-def weight_sources(checkpoint: Checkpoint) -> dict[str, ByteSource]:
-    """A byte source for each weight of the checkpoint, by name."""
-    tensors = tensor_set_of(checkpoint)
-    if tensors is None:
-        return {name: ReadTensor(checkpoint, info) for name, info in checkpoint.tensors().items()}
-    sources: dict[str, ByteSource] = {}
-    for name in checkpoint.tensors():
-        stored = tensors.stored(name)
-        sources[name] = FileRange(stored.path, stored.start, stored.nbytes)
-    return sources
 
 
 def mapped_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.checkpointing.files import PlannedFile, document_file
-from milepost.checkpointing.numbers import plain_metrics
+from milepost.checkpointing.numbers import recorded_metrics
 from milepost.checkpointing.provenance import writer
 from milepost.engine.write import Piece
 from milepost.format.header import read_header
@@ -79,18 +79,22 @@ def _edit_config(rewrite: Rewrite, carried: Carried) -> None:
 
 
 def new_dtype(rewrite: Rewrite) -> str | None:
-    """The float type of most weights, when other types are there than in the first source."""
+    """The float type of most weights, when other types are there than in the first source, or when
+    values were made of codes."""
     before, after = dict.fromkeys(FLOATS, 0), dict.fromkeys(FLOATS, 0)
-    for tensor in rewrite.sources[0].tensors.values():
+    tensors = rewrite.sources[0].tensors.values()
+    for tensor in tensors:
         if tensor.dtype in before:
             before[tensor.dtype] += prod(tensor.shape)
     for spec in (spec for group in rewrite.groups for spec in group.outputs):
         if spec.dtype in after:
             after[spec.dtype] += prod(spec.shape)
     most = max(FLOATS, key=lambda dtype: after[dtype])
+    is_decoded = any(tensor.stored_dtype != tensor.dtype for tensor in tensors)
     same_types = [bool(n) for n in before.values()] == [bool(n) for n in after.values()]
     same_most = most == max(FLOATS, key=lambda dtype: before[dtype])
-    return None if not after[most] or (same_types and same_most) else most
+    is_same = same_types and same_most and not is_decoded
+    return None if is_same or not after[most] else most
 
 
 def copied_file(name: str, path: Path, role: Role) -> PlannedFile:
@@ -134,7 +138,7 @@ def manifest_of(rewrite: Rewrite, carried: Carried) -> Manifest:
         step=info.step or 0,
         epoch=info.epoch,
         created=datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-        metrics=plain_metrics(info.metrics),
+        metrics=recorded_metrics(info.metrics),
         writer=writer(),
         mesh={"axes": {}, "world_size": 1},
         models={key: entry},

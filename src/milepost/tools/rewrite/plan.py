@@ -86,10 +86,16 @@ def _lay_out(rewrite: Rewrite, options: RewriteOptions) -> tuple[tuple[PartPlan,
             )
         return _kept(rewrite)
     limit = options.max_shard_size
+    if limit is not None and not rewrite.naming.splits:
+        raise InvalidInputError(
+            f"max_shard_size={limit}: slices of experts have one file for each rank, whatever its "
+            "size; leave it out"
+        )
     plan = plan_parts(
         ((spec.name, spec.dtype, spec.shape) for g in rewrite.groups for spec in g.outputs),
         stem=rewrite.stem,
         max_part_nbytes=DEFAULT_PART_NBYTES if limit is None else parse_nbytes(limit),
+        naming=rewrite.naming,
     )
     return plan.parts, document_file(plan.index_name, plan.index_bytes(), "weights")
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from milepost.checkpointing.files import PlannedFile
 from milepost.format.manifest import Manifest
+from milepost.plan.part_names import Numbered, PartNaming
 from milepost.tools.carried import Carried, carried_files
 from milepost.tools.rewrite.cards import Relation
 from milepost.tools.rewrite.groups import Copied, Group
@@ -39,6 +40,7 @@ class Rewrite:
     or stand in `dropped`, with the reason. `groups` are written in their order. `problems` is what
     the verb found wrong; the frame adds its own and raises them together.
 
+    Files of `Parts.SPLIT` are called as `naming` says; those of experts by rank have one for each.
     `arguments`, plain JSON values, stand in the provenance of the output. `counts` are told in the
     report (`{"experts": 128}`), `notes` too. `relation` is written into the card. `extra` are
     further files of the output; `edit_manifest` may change the manifest before files are listed in
@@ -56,6 +58,7 @@ class Rewrite:
     dropped: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] | None = None
     parts: Parts = Parts.SPLIT
+    naming: PartNaming = field(default_factory=Numbered)
     stem: str = "model"
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -9,19 +9,16 @@ from enum import Enum
 from math import prod
 from pathlib import Path
 
-from milepost.checkpointing.files import PlannedFile, file_entries
+from milepost.checkpointing.files import PlannedFile
+from milepost.checkpointing.seal import seal
 from milepost.engine.write import Durability, WriteOptions, digest_files, write_files
 from milepost.errors import CheckpointError, ExistsError
-from milepost.format.digests import Extent, digest_of
+from milepost.format.digests import Extent
 from milepost.format.manifest import (
-    DIGESTS_NAME,
-    MANIFEST_NAME,
-    FileEntry,
     Manifest,
-    encode_manifest,
 )
 from milepost.layouts.directory import check_step_name
-from milepost.storage import atomic, fileops
+from milepost.storage import fileops
 from milepost.storage.fileops import PathLike
 from milepost.storage.space import free_nbytes, no_space, storage_error
 from milepost.tools.carried import Carried
@@ -138,9 +135,9 @@ class _Run:
         output = OutputDirectory(self.output, replaces=in_place)
         try:
             with output:
-                manifest.files = self._fill(output.path, plan, beside)
-                document = encode_manifest(manifest)
-                self._write_document(output.path / MANIFEST_NAME, document)
+                files, extents = self._fill(output.path, plan, beside)
+                durability = self._write_options().durability
+                sizes = seal(output.path, manifest, files, extents, durability=durability)
                 check = None
                 if self.options.check is Check.LOAD:
                     check = check_output(output.path, self.output)
@@ -151,13 +148,12 @@ class _Run:
             raise
         except OSError as error:
             raise storage_error(error, self.output, needed_nbytes=plan.nbytes) from error
-        sizes = {entry.name: entry.nbytes for entry in manifest.files}
-        return {**sizes, MANIFEST_NAME: len(document)}, check
+        return sizes, check
 
     def _fill(
         self, directory: Path, plan: OutputPlan, beside: list[PlannedFile]
-    ) -> list[FileEntry]:
-        """Write everything but the manifest; its entries."""
+    ) -> tuple[list[PlannedFile], list[list[Extent]]]:
+        """Write everything but the digests and the manifest; what was written of each file."""
         linked = self._link_parts(directory, plan)
         others = [part for part in plan.parts if part.name not in linked]
         names = {name for part in others for name in part.tensors}
@@ -178,17 +174,7 @@ class _Run:
         for parent in sorted({Path(file.name).parent for file in files}):
             fileops.make_directories(directory / parent)
         found = write_files([file.write_into(directory) for file in files], self._write_options())
-        entries, records = file_entries(
-            [*parts, *files], [*(extents[part.name] for part in parts), *found]
-        )
-        if records:
-            fileops.make_directories(directory / Path(DIGESTS_NAME).parent)
-            self._write_document(directory / DIGESTS_NAME, records)
-            digest = digest_of(records)
-            entries.append(
-                FileEntry(name=DIGESTS_NAME, nbytes=len(records), role="state", digest=digest)
-            )
-        return entries
+        return [*parts, *files], [*(extents[part.name] for part in parts), *found]
 
     def _link_parts(self, directory: Path, plan: OutputPlan) -> dict[str, list[Extent]]:
         """Link parts that do not change, where that is wanted and can be; their extents."""
@@ -210,12 +196,6 @@ class _Run:
     def _write_options(self) -> WriteOptions:
         durability = Durability.DURABLE if self.options.is_durable else Durability.PAGE_CACHE
         return WriteOptions(durability=durability, threads=self.options.threads)
-
-    def _write_document(self, path: Path, data: bytes) -> None:
-        if self.options.is_durable:
-            atomic.write_new_file(path, data)
-        else:
-            atomic.write_unsynced_file(path, data)
 
     def _report(
         self,
