@@ -30,6 +30,15 @@ EP_FAMILIES: dict[str, EpSave] = {
     "step3p7": EpSave.HUB_NAMESPACE_ONLY,
 }
 
+FUSED_ON_HUB = frozenset(
+    {
+        "cohere2_moe", "cohere2_vision", "deepseek_v4", "gemma4", "gemma4_text", "glm5_next",
+        "glm5_next_text", "gpt_oss", "inkling_mm_model", "inkling_text", "mistral3", "mistral4",
+        "qwen3_5_moe", "qwen3_5_moe_text", "zaya",
+    }
+)  # fmt: skip
+"""Families whose merged experts are banks; those of all others are single tensors."""
+
 
 def supported_ep_merge_model_types() -> tuple[str, ...]:
     """The model types whose per-rank slices can be saved, and merged again."""

@@ -96,16 +96,19 @@ class StageParts:
 class RankParts:
     """One file for each rank, numbered from 0, whatever its size: the per-rank expert layout.
 
+    `marks` are further metadata of the index.
+
     >>> naming = RankParts(4)
     >>> naming.names("model", naming.group("layers.0.mlp.experts.down_proj.shard_3"), 1)
     ['model-00003-of-00004.safetensors']
     """
 
     world_size: int
+    marks: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        return {"ep_size": self.world_size, "format": EP_SHARDED}
+        return {"ep_size": self.world_size, "format": EP_SHARDED, **self.marks}
 
     @property
     def splits(self) -> bool:

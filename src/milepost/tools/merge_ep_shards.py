@@ -2,12 +2,11 @@
 
 Slices joined in order of rank are what the modules of the run held. A save of Milepost holds them
 as the modules of transformers do; others hold them as a matrix product wants them, input dim first,
-and are turned. Which it is, is recorded: only the former has a manifest.
+and are turned. Which it is, is recorded (`rewrite/ep_slices.py`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -15,12 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from milepost.errors import InvalidInputError
-from milepost.hf.ep_families import EP_FAMILIES, EpSave, supported_ep_merge_model_types
+from milepost.hf.ep_families import FUSED_ON_HUB, supported_ep_merge_model_types
 from milepost.hf.expert_layouts import DOWN, EXPERT_NAMES, GATE_UP, UP, ExpertNames
-from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.storage import fileops
 from milepost.storage.fileops import PathLike
+from milepost.tools.rewrite.ep_slices import (
+    EXPERTS,
+    SLICE,
+    is_input_first,
+    plain_leaf,
+    require_slices,
+    sliced_model_type,
+    slices_of,
+)
 from milepost.tools.rewrite.groups import Computed, Group, TensorSpec, block_of, joined, passed
 from milepost.tools.rewrite.options import Mode, RewriteOptions
 from milepost.tools.rewrite.report import RewriteReport
@@ -29,19 +35,6 @@ from milepost.tools.rewrite.run import run_rewrite
 from milepost.tools.rewrite.source import EpSlices, Source, SourceTensor, open_source
 
 __all__ = ["InputShards", "merge_ep_shards", "supported_ep_merge_model_types"]
-
-_SLICE = re.compile(r"(?P<base>.+)\.shard_(?P<rank>\d+)")
-_EXPERTS = re.compile(r"(?P<prefix>(?:.*\.)?(?:experts|routed_experts))\.(?P<leaf>\w+)")
-_GMM = {"gate_proj_gmm": "gate_proj", "up_proj_gmm": "up_proj"}
-_LEAVES = (GATE_UP, "gate_proj", UP, DOWN)
-_FUSED_ON_HUB = frozenset(
-    {
-        "cohere2_moe", "cohere2_vision", "deepseek_v4", "gemma4", "gemma4_text", "glm5_next",
-        "glm5_next_text", "gpt_oss", "inkling_mm_model", "inkling_text", "mistral3", "mistral4",
-        "qwen3_5_moe", "qwen3_5_moe_text", "zaya",
-    }
-)  # fmt: skip
-"""Families whose merged experts are banks; those of all others are single tensors."""
 
 
 class InputShards(Enum):
@@ -66,10 +59,10 @@ def merge_ep_shards(
     expert, and expert tensors that the family does not have; other errors: see `run_rewrite`.
     """
     opened = open_source(source, slices=EpSlices.TAKE)
-    size = _check_source(opened)
-    kind = _model_type(opened)
+    size = require_slices(opened)
+    kind = sliced_model_type(opened)
     rewrite = Rewrite(verb="merge-ep-shards", sources=[opened], groups=[])
-    slices = _slices(opened, size, rewrite)
+    slices = slices_of(opened, size, rewrite.problems)
     merge = _Merge(kind, slices, opened, rewrite)
     rewrite.groups = list(merge.groups())
     rewrite.tied = {merge.name_of(a): merge.name_of(kept) for a, kept in opened.tied.items()}
@@ -83,80 +76,6 @@ def merge_ep_shards(
     return report
 
 
-def _check_source(source: Source) -> int:
-    """The number of ranks; `InvalidInputError` for what is no save of slices."""
-    if not source.is_ep_sharded or source.set is None:
-        raise InvalidInputError(
-            f"{source.path}: no ep_sharded save: its weights are whole already", path=source.path
-        )
-    if source.set.index is None:
-        raise InvalidInputError(
-            f"{source.path}: slices of experts without their index, which says how many ranks "
-            "there were; copy the index too",
-            path=source.path,
-        )
-    size = source.set.index.metadata.get("ep_size")
-    if isinstance(size, str) and size.isdecimal():
-        size = int(size)
-    if not isinstance(size, int) or size < 1:
-        raise InvalidInputError(
-            f"{source.set.index_path}: metadata.ep_size is {size!r}, expected a number of ranks",
-            path=source.set.index_path,
-        )
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        if (source.path / name).exists():
-            raise InvalidInputError(
-                f"{source.path}: {name} lies beside the slices: an adapter over them, which a "
-                "merge of the slices would leave behind; merge the adapter instead",
-                path=source.path,
-            )
-    return size
-
-
-def _model_type(source: Source) -> str:
-    kinds = source.model_types
-    found = [kind for kind in kinds if EP_FAMILIES.get(kind) is EpSave.SLICES]
-    if not found:
-        stated = kinds[0] if kinds else None
-        raise InvalidInputError(
-            f"{source.path}: the model type {stated!r} is none of those whose slices can be "
-            f"merged ({', '.join(supported_ep_merge_model_types())})",
-            path=source.path,
-        )
-    return found[0]
-
-
-def _slices(source: Source, size: int, rewrite: Rewrite) -> dict[str, list[SourceTensor]]:
-    """The slices of each tensor in order of rank."""
-    held: dict[str, dict[int, SourceTensor]] = {}
-    for tensor in source.tensors.values():
-        found = _SLICE.fullmatch(tensor.name)
-        if found is not None:
-            held.setdefault(found["base"], {})[int(found["rank"])] = tensor
-    made = {}
-    for base, by_rank in held.items():
-        expert = _EXPERTS.fullmatch(base)
-        leaf = "" if expert is None else _leaf(expert["leaf"])
-        if leaf.removesuffix("_bias") not in _LEAVES:
-            rewrite.problems.refuse(f"{base}: cut into slices, but no known tensor of experts")
-        if sorted(by_rank) != list(range(size)):
-            there = ", ".join(map(str, sorted(by_rank)))
-            rewrite.problems.refuse(f"{base}: {size} slices expected, ranks {there} are there")
-            continue
-        ordered = [by_rank[rank] for rank in range(size)]
-        if len({(tensor.dtype, tensor.shape[1:]) for tensor in ordered}) != 1:
-            rewrite.problems.refuse(f"{base}: slices differ in dtype or in shape besides dim 0")
-        made[base] = ordered
-    return made
-
-
-def _leaf(name: str) -> str:
-    """A name that a grouped matrix product gives, as the plain one."""
-    for old, new in _GMM.items():
-        name = name.replace(old, new)
-    return name
-
-
 class _Merge:
     """The groups of one merge."""
 
@@ -165,11 +84,9 @@ class _Merge:
     ) -> None:
         self._slices, self._source, self._problems = slices, source, rewrite.problems
         self._kind = kind
-        self._names: ExpertNames | None = None if kind in _FUSED_ON_HUB else EXPERT_NAMES.get(kind)
+        self._names: ExpertNames | None = None if kind in FUSED_ON_HUB else EXPERT_NAMES.get(kind)
         # Turned: the input dim comes first, as in `x @ w`.
-        self._is_turned = kind != "gpt_oss" and not isinstance(
-            source.checkpoint, DirectoryCheckpoint
-        )
+        self._is_turned = kind != "gpt_oss" and is_input_first(source)
         self._layers = {name.rpartition(".experts")[0] for name in slices}
 
     def name_of(self, name: str) -> str:
@@ -185,16 +102,16 @@ class _Merge:
         """Groups in the order in which their first tensor lies in the input."""
         done: set[str] = set()
         for tensor in self._source.tensors.values():
-            found = _SLICE.fullmatch(tensor.name)
+            found = SLICE.fullmatch(tensor.name)
             if found is None:
                 yield passed(tensor, name=self.name_of(tensor.name))
                 continue
-            expert = _EXPERTS.fullmatch(found["base"])
+            expert = EXPERTS.fullmatch(found["base"])
             if expert is None or expert["prefix"] in done or found["base"] not in self._slices:
                 continue
             done.add(expert["prefix"])
             banks = {
-                _leaf(name.removeprefix(f"{expert['prefix']}.")): parts
+                plain_leaf(name.removeprefix(f"{expert['prefix']}.")): parts
                 for name, parts in self._slices.items()
                 if name.startswith(f"{expert['prefix']}.")
             }

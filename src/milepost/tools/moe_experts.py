@@ -23,7 +23,7 @@ from milepost.hf.expert_layouts import (
     expert_names,
 )
 from milepost.storage.fileops import PathLike
-from milepost.tools.rewrite.groups import Copied, Group, block_of, joined, passed
+from milepost.tools.rewrite.groups import Copied, block_of, joined, passed
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
@@ -73,7 +73,7 @@ class Unfused(NamedTuple):
 def unfused(source: Source, problems: Problems) -> Unfused:
     """Every tensor of `source` under its hub name, each bank as one tensor for each expert and
     projection; a source without banks as it is. Errors: see `unfuse_moe_experts`."""
-    banks = {name: found for name in source.tensors if (found := _bank(name)) is not None}
+    banks = {name: found for name in source.tensors if (found := bank_of(name)) is not None}
     if not banks:
         groups = [passed(tensor) for tensor in source.tensors.values()]
         return Unfused(groups, dict(source.tied), 0)
@@ -101,16 +101,33 @@ def fuse_moe_experts(
     """
     opened = open_source(source)
     rewrite = Rewrite(verb="fuse-moe-experts", sources=[opened], groups=[])
-    singles = {name: found for name in opened.tensors if (found := EXPERT.fullmatch(name))}
-    if not singles:
+    found = fused(opened, rewrite.problems)
+    rewrite.groups = found.groups
+    if found.banks:
+        rewrite.counts = {"banks": found.banks}
+    else:
         rewrite.notes.append("there are no single experts; every tensor is copied as it is")
-        rewrite.groups = [passed(tensor) for tensor in opened.tensors.values()]
-        return run_rewrite(rewrite, output, options)
-    names = _names_of(opened)
-    held = _held(opened, singles, names, rewrite.problems)
-    groups: list[Group] = []
+    return run_rewrite(rewrite, output, options)
+
+
+class Fused(NamedTuple):
+    """All tensors of a source with experts in banks; `banks` is how many were put together."""
+
+    groups: list[Copied]
+    banks: int
+
+
+def fused(source: Source, problems: Problems) -> Fused:
+    """Every tensor of `source`, single experts as banks at their path. Errors: see
+    `fuse_moe_experts`."""
+    singles = {name: found for name in source.tensors if (found := EXPERT.fullmatch(name))}
+    if not singles:
+        return Fused([passed(tensor) for tensor in source.tensors.values()], 0)
+    names = _names_of(source)
+    held = _held(source, singles, names, problems)
+    groups: list[Copied] = []
     seen: set[str] = set()
-    for tensor in opened.tensors.values():
+    for tensor in source.tensors.values():
         match = singles.get(tensor.name)
         if match is None:
             groups.append(passed(tensor))
@@ -118,10 +135,8 @@ def fuse_moe_experts(
             seen.add(match["prefix"])
             for kind in ("weight", "bias"):
                 bank = held.get((match["prefix"], kind), {})
-                groups += _banks_of(match["prefix"], kind, bank, names, opened, rewrite.problems)
-    rewrite.groups = groups
-    rewrite.counts = {"banks": len(groups) - len(opened.tensors) + len(singles)}
-    return run_rewrite(rewrite, output, options)
+                groups += _banks_of(match["prefix"], kind, bank, names, source, problems)
+    return Fused(groups, len(groups) - len(source.tensors) + len(singles))
 
 
 _Held: TypeAlias = dict[tuple[str, int], SourceTensor]
@@ -144,8 +159,8 @@ def _held(
     return held
 
 
-def _bank(name: str) -> dict[str, str | None] | None:
-    """The parts of a bank's name; None for any other tensor."""
+def bank_of(name: str) -> dict[str, str | None] | None:
+    """The parts of a bank's name; None for any other tensor. A quantised bank is refused."""
     found = BANK.fullmatch(name)
     if found is None or found["leaf"] not in (GATE_UP, DOWN, UP, "gate_proj"):
         if found is not None and found["leaf"].startswith((GATE_UP, DOWN)):
@@ -261,7 +276,7 @@ def _banks_of(
     names: ExpertNames,
     source: Source,
     problems: Problems,
-) -> list[Group]:
+) -> list[Copied]:
     """The banks of one layer; problems when experts are missing or differ."""
     if not held:
         return []
@@ -285,7 +300,7 @@ def _banks_of(
             continue
         shape = (count, len(parts) * rows[0].shape[0], *rows[0].shape[1:])
         made.append(joined(f"{prefix}.{leaf}{'_bias' if kind == 'bias' else ''}", shape, rows))
-    return list[Group](made)
+    return made
 
 
 def supported_unfuse_model_types() -> Sequence[str]:

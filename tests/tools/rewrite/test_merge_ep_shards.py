@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-import milepost as mp
 from milepost.errors import InvalidInputError
-from milepost.hf.ep_families import EP_FAMILIES, EpSave
+from milepost.hf.ep_families import EP_FAMILIES, FUSED_ON_HUB, EpSave
 from milepost.hf.expert_layouts import EXPERT_NAMES
 from milepost.tools.merge_ep_shards import (
-    _FUSED_ON_HUB,
     InputShards,
     merge_ep_shards,
     supported_ep_merge_model_types,
 )
 from milepost.tools.rewrite.options import Check, Mode, RewriteOptions
-from tests.parallel.models import whole
+from tests.tools.rewrite.experts import (
+    BASE,
+    HIDDEN,
+    INNER,
+    REST,
+    E,
+    make_experts,
+    save_slices,
+    write_slices,
+)
 from tests.tools.rewrite.hub import QUICK, read_hub, same_bits
 from tests.worlds import run_world
 
-RANKS, E, INNER, HIDDEN = 2, 4, 6, 8
 CHECKED = RewriteOptions(check=Check.LOAD, is_durable=False, threads=2)
-
-
-def write_slices(
-    directory: Path, slices: dict[str, torch.Tensor], rest: dict[str, torch.Tensor], **config: Any
-) -> Path:
-    """An `ep_sharded` save as others write it: tensors of `slices` cut along dim 0."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    where: dict[str, str] = {}
-    for rank in range(RANKS):
-        part = f"model-{rank:05d}-of-{RANKS:05d}.safetensors"
-        held = dict(rest) if rank == 0 else {}
-        for name, tensor in slices.items():
-            held[f"{name}.shard_{rank}"] = tensor.chunk(RANKS)[rank].clone()
-        save_file(held, directory / part, metadata={"format": "pt"})
-        where |= dict.fromkeys(held, part)
-    index = {"metadata": {"format": "ep_sharded", "ep_size": RANKS}, "weight_map": where}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
-
-
-BASE = "model.layers.1.mlp.experts"
-REST = {
-    "model.layers.1.mlp.gate.weight": torch.randn(E, HIDDEN),
-    "model.layers.1.mlp.shared_experts.up_proj.weight": torch.randn(INNER, HIDDEN),
-    "mtp.0.w": torch.randn(2, 2),
-}
 
 
 def test_every_family_whose_slices_can_be_saved_is_merged_in_a_known_form() -> None:
     kinds = {kind for kind, save in EP_FAMILIES.items() if save is EpSave.SLICES}
     assert set(supported_ep_merge_model_types()) == kinds
-    assert kinds <= _FUSED_ON_HUB | EXPERT_NAMES.keys()
+    assert kinds <= FUSED_ON_HUB | EXPERT_NAMES.keys()
 
 
 @pytest.mark.parametrize("form", ["joined", "apart"])
@@ -88,7 +65,7 @@ def test_slices_with_the_input_dim_first_become_the_form_of_the_family(
         assert torch.equal(made[f"{BASE}.gate_up_proj"][:, :, ::2], gate)
         assert torch.equal(made[f"{BASE}.gate_up_proj"][:, :, 1::2], up)
         assert torch.equal(made[f"{BASE}.down_proj"], down)
-    elif kind in _FUSED_ON_HUB:
+    elif kind in FUSED_ON_HUB:
         banks = torch.cat([gate, up], -1).transpose(1, 2)
         assert torch.equal(made[f"{BASE}.gate_up_proj"], banks)
         assert torch.equal(made[f"{BASE}.down_proj"], down.transpose(1, 2))
@@ -176,45 +153,6 @@ def test_slices_are_deleted_only_when_asked_and_only_after_the_output_is_there(
     assert len(read_hub(tmp_path / "out")) == E + len(REST)
 
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
-
-
-def make(family: str) -> Any:
-    import transformers
-
-    configs = {
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            num_experts=8, moe_intermediate_size=16, **COMMON
-        ),
-        "mixtral": lambda: transformers.MixtralConfig(num_local_experts=8, **COMMON),
-        "gpt_oss": lambda: transformers.GptOssConfig(
-            num_local_experts=8, layer_types=["full_attention"] * 2, **COMMON
-        ),
-    }
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(configs[family]())
-
-
-def save_slices(rank: int, size: int, base: Path, run: Path) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    parallel = DistributedConfig(tp_size=size, ep_size=size)
-    model = AutoModelForCausalLM.from_pretrained(base, distributed_config=parallel)
-    mp.save_sharded_ep(run / "checkpoint-1", {"model": model}, step=1)
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize(
     "family",
     [
@@ -228,7 +166,7 @@ def test_what_ranks_of_milepost_saved_is_merged_to_the_model_that_they_held(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    make(family).save_pretrained(tmp_path / "base")
+    make_experts(family).save_pretrained(tmp_path / "base")
     held = run_world(2, save_slices, tmp_path / "base", tmp_path)[0]
     report = merge_ep_shards(tmp_path / "checkpoint-1", tmp_path / "merged", options=CHECKED)
     loaded, info = AutoModelForCausalLM.from_pretrained(

@@ -9,8 +9,10 @@ from milepost.errors import InvalidInputError
 from milepost.hf.expert_layouts import serving_notes
 from milepost.hf.load_names import compare_with_class
 from milepost.layouts.checkpoint import Checkpoint
+from milepost.tools.rewrite.ep_slices import require_slices, slices_of
+from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import CheckReport
-from milepost.tools.rewrite.source import open_source
+from milepost.tools.rewrite.source import EpSlices, Source, open_source
 
 
 def check_output(directory: Path, shown: Path) -> CheckReport:
@@ -30,6 +32,9 @@ def check_output(directory: Path, shown: Path) -> CheckReport:
 
 def look_at(directory: Path) -> CheckReport:
     """What `--check` says about a checkpoint directory; no tensor is read."""
+    with open_source(directory, slices=EpSlices.TAKE) as source:
+        if source.is_ep_sharded:
+            return _look_at_slices(source)
     tensors = Checkpoint.open(directory).tensors()
     shapes = {name: info.shape for name, info in tensors.items()}
     problems: list[str] = []
@@ -58,4 +63,17 @@ def look_at(directory: Path) -> CheckReport:
         model_class=comparison.model_class,
         problems=tuple(problems),
         notes=tuple(notes),
+    )
+
+
+def _look_at_slices(source: Source) -> CheckReport:
+    """Whether every rank has its slice; no class of transformers knows such names."""
+    problems = Problems()
+    problems.attempt(lambda: slices_of(source, require_slices(source), problems))
+    return CheckReport(
+        parameters=sum(prod(tensor.shape) for tensor in source.tensors.values()),
+        problems=tuple(problems.messages),
+        notes=(
+            "slices of experts: no reader takes them; milepost merge-ep-shards puts them together",
+        ),
     )

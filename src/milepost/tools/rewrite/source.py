@@ -26,7 +26,14 @@ from milepost.layouts.directory_verify import recorded_extents
 from milepost.layouts.tensor_set import TensorSet
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import needed_sidecars
-from milepost.tools.rewrite.streams import FileStream, MemoryStream, SourceFiles, Stream
+from milepost.tools.rewrite.streams import (
+    FileStream,
+    MemoryStream,
+    RowsStream,
+    SourceFiles,
+    Stream,
+    rows_at_a_time,
+)
 from milepost.tools.sources import tensor_set_of
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ class SourceTensor:
     """A tensor of a source: safetensors dtype and shape, and where its bytes lie.
 
     `path` and `start` (the absolute first byte) are None in layouts that do not hold the bytes of
-    a tensor as they will be written; such a tensor is read whole.
+    a tensor as they will be written; such a tensor is read by rows.
     """
 
     name: str
@@ -62,6 +69,20 @@ class SourceTensor:
     def row_nbytes(self) -> int:
         """Bytes of one index along dim 0; a scalar is one row."""
         return self.nbytes // self.shape[0] if self.shape and self.shape[0] else self.nbytes
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype that the checkpoint has, where `dtype` is that of values made of it."""
+        return self.dtype
+
+    @property
+    def held_nbytes(self) -> int:
+        """What a stream of it holds at a time: nothing where its bytes lie in a file."""
+        if self.path is not None:
+            return 0
+        if not self.shape or not self.row_nbytes:
+            return self.nbytes
+        return 2 * min(self.nbytes, rows_at_a_time(self.row_nbytes) * self.row_nbytes)
 
     @property
     def stored(self) -> StoredTensor:
@@ -98,14 +119,17 @@ class SourceTensor:
             self.source.files, self.path, begin, stop, what=self.name, extents=extents
         )
 
-    def _read_rows(self, first: int, end: int) -> MemoryStream:
-        """The rows that hold these bytes, read out of a layout without bytes in place."""
-        row = self.row_nbytes
-        if not self.shape or not row:
-            return MemoryStream(self.source.checkpoint.read(self.name), first)
-        rows = slice(first // row, -(-end // row))
-        return MemoryStream(
-            self.source.checkpoint.read(self.name, [rows]), first - rows.start * row
+    def _read_rows(self, first: int, end: int) -> Stream:
+        """The rows that hold these bytes, out of a layout without bytes in place."""
+        checkpoint = self.source.checkpoint
+        if not self.shape or not self.row_nbytes:
+            return MemoryStream(checkpoint.read(self.name), first)
+        return RowsStream(
+            lambda begin, last: checkpoint.read(self.name, [slice(begin, last)]),
+            start=first,
+            end=end,
+            count=self.shape[0],
+            row_nbytes=self.row_nbytes,
         )
 
 

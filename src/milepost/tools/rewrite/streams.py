@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from milepost.format.digests import Extent
 
+ROWS_NBYTES = 2**20
+"""Bytes of rows that are made at a time, where one row is not more."""
 _HASH_PIECE_NBYTES = 256 * 1024
 
 
@@ -65,6 +67,52 @@ class MemoryStream:
     def read_into(self, view: memoryview) -> None:
         view[:] = memory_of(self._tensor)[self._position : self._position + view.nbytes]
         self._position += view.nbytes
+
+
+class RowsStream:
+    """The bytes `[start, end)` of `count` rows that are made when they are asked for.
+
+    `make(first, last)` is called in order, for about `ROWS_NBYTES`, a multiple of `step` rows that
+    begins at one.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int], torch.Tensor],
+        *,
+        start: int,
+        end: int,
+        count: int,
+        row_nbytes: int,
+        step: int = 1,
+    ) -> None:
+        self._make, self._size = make, row_nbytes
+        self._next = start // (row_nbytes * step) * step
+        self._last = min(-(-end // (row_nbytes * step)) * step, count)
+        self._rows = rows_at_a_time(row_nbytes, step)
+        self._skipped = start - self._next * row_nbytes
+        self._made: torch.Tensor | None = None
+        self._held = memoryview(b"")
+
+    def read_into(self, view: memoryview) -> None:
+        while view.nbytes:
+            if not self._held.nbytes:
+                self._fill()
+            piece = self._held[: view.nbytes]
+            view[: piece.nbytes] = piece
+            view, self._held = view[piece.nbytes :], self._held[piece.nbytes :]
+
+    def _fill(self) -> None:
+        self._made = None
+        first, last = self._next, min(self._next + self._rows, self._last)
+        self._made = self._make(first, last).contiguous()
+        self._held = memory_of(self._made)[self._skipped :]
+        self._next, self._skipped = last, 0
+
+
+def rows_at_a_time(row_nbytes: int, step: int = 1) -> int:
+    """How many rows a `RowsStream` makes in one go."""
+    return step * max(1, ROWS_NBYTES // (row_nbytes * step))
 
 
 class FileStream:
