@@ -23,7 +23,7 @@ from milepost.tools.dequantize import dequantize
 from milepost.tools.lowp.blocks import Scales
 from milepost.tools.lowp.selection import Scope
 from milepost.tools.lowp.targets import Format
-from milepost.tools.quantize_to_lowp import Verify, quantize_to_lowp
+from milepost.tools.quantize_to_lowp import Measure, quantize_to_lowp
 from milepost.tools.rewrite.options import RewriteOptions
 
 CASES = [
@@ -53,7 +53,7 @@ def main() -> None:
                 format=Format(name),
                 scales=Scales(rule) if rule else None,
                 scope=Scope(include=["*.self_attn.*_proj.weight"]),
-                verify=Verify.ERRORS,
+                measure=Measure.ERRORS,
                 options=QUICK,
             )
             dequantize(made, back, options=QUICK)

@@ -1,4 +1,4 @@
-"""`convert_to_bf16`: fp32 masters of a run become what is served, without harm to routing."""
+"""`convert_to_bf16`: masters in fp32, or codes with scales, become bf16 without harm to routing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from milepost.hf.fp32_names import stays_fp32
 from milepost.hf.training_sidecars import SidecarPlan
 from milepost.storage.fileops import PathLike
-from milepost.tools.carried import carried_files
-from milepost.tools.cast import refuse_quantised
+from milepost.tools.lowp.floats import FloatSource, as_floats
 from milepost.tools.rewrite.dtypes import FLOATS, cast_group, float_type
 from milepost.tools.rewrite.groups import Group, passed
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.patterns import Patterns
+from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
 from milepost.tools.rewrite.run import run_rewrite
 from milepost.tools.rewrite.sidecars import constant, sidecar_plan
-from milepost.tools.rewrite.source import Source, SourceTensor, open_source
+from milepost.tools.rewrite.source import SourceTensor, open_source
 
 
 def convert_to_bf16(
@@ -29,40 +29,54 @@ def convert_to_bf16(
     keep: Sequence[str] = (),
     options: RewriteOptions | None = None,
 ) -> RewriteReport:
-    """Write the weights of a training checkpoint in bf16 (or `dtype`), ready to be served.
+    """Write the weights of a checkpoint in bf16 (or `dtype`), ready to be served.
 
     Norms, and what the family computes with in fp32 (weights of routers), stay in fp32 where they
     are; balancing biases keep their bits; tensors that fit a pattern of `keep` stay as they are.
-    Sidecars are applied: attention sinks that training had switched off are neutralised. What was
-    done is in the report's notes. Quantised weights are refused; other errors: see `run_rewrite`.
+    Quantised weights are read as `dequantize` reads them, rounded once; config.json no longer says
+    that they are. Sidecars are applied: attention sinks that training had switched off are
+    neutralised. What was done is in the report's notes. Errors: see `dequantize`, `run_rewrite`.
     """
     wanted = float_type(dtype)
-    opened = open_source(source)
-    refuse_quantised(opened, "convert-to-bf16")
+    problems = Problems()
+    opened = as_floats(open_source(source), problems)
     kept = Patterns(keep, option="--keep")
     plan = sidecar_plan(opened)
     groups = [_group(tensor, wanted, kept, plan, opened) for tensor in opened.tensors.values()]
     groups += [
         constant(name, value) for name, value in plan.tensors.items() if name not in opened.tensors
     ]
-    in_fp32 = [spec.name for g in groups for spec in g.outputs if spec.dtype == "F32"]
     rewrite = Rewrite(
         verb="convert-to-bf16",
         sources=[opened],
         groups=groups,
         arguments={"dtype": wanted, "keep": list(keep)},
-        edit_config=lambda document: _set_config(document, plan),
-        counts={"in fp32": len(in_fp32)} if wanted != "F32" else {},
+        edit_config=lambda document: opened.edit_config(document) + _set_config(document, plan),
+        dropped=opened.dropped,
+        counts=_counts(groups, wanted, opened),
         notes=[str(action) for action in plan.actions],
+        problems=problems,
     )
-    rewrite.aux = rewrite.problems.attempt(lambda: carried_files(opened.checkpoint))
+    rewrite.aux = problems.attempt(opened.carried)
     for message in kept.unused(opened.tensors):
-        rewrite.problems.refuse(message)
+        problems.refuse(message)
+    codes = [name for name in opened.decoded if name in kept]
+    if codes:
+        problems.refuse(
+            f"--keep: {len(codes)} quantised weights cannot stay as they are beside floats, such "
+            f"as {min(codes)}; their codes mean nothing without quantization_config"
+        )
     return run_rewrite(rewrite, output, options)
 
 
+def _counts(groups: Sequence[Group], wanted: str, source: FloatSource) -> dict[str, int]:
+    specs = [spec for group in groups for spec in group.outputs]
+    found = {"in fp32": sum(spec.dtype == "F32" for spec in specs)} if wanted != "F32" else {}
+    return found | ({"dequantised": len(source.decoded)} if source.decoded else {})
+
+
 def _group(
-    tensor: SourceTensor, wanted: str, kept: Patterns, plan: SidecarPlan, source: Source
+    tensor: SourceTensor, wanted: str, kept: Patterns, plan: SidecarPlan, source: FloatSource
 ) -> Group:
     if tensor.name in plan.tensors:
         return constant(tensor.name, plan.tensors[tensor.name], tensor)

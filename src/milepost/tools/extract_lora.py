@@ -30,8 +30,10 @@ from milepost.tools.rewrite.run import run_rewrite
 from milepost.tools.rewrite.source import SourceTensor, open_source
 
 VERB = "extract-lora"
-EXACT_NUMEL = 2**22
+EXACT_NUMEL = 2**20
 """Up to this many elements a difference is decomposed exactly; above, by random projection."""
+_EXACT_COPIES, _PROJECTED_COPIES = 20, 4
+"""How often a difference in fp32 is in memory meanwhile."""
 _OVERSAMPLED = 16
 _ITERATIONS = 4
 _SEED = 0
@@ -223,7 +225,7 @@ class _Extraction:
         names = (f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight")
 
         def make(given: dict[str, Tensor]) -> dict[str, Tensor]:
-            delta = given["tuned"].float() - given["base"].float()
+            delta = given["tuned"].float().sub_(given["base"].float())
             if not bool(delta.isfinite().all()):
                 raise InvalidInputError(f"{tensor.name}: has values that are not finite")
             delta = delta.T if is_transposed else delta
@@ -239,7 +241,7 @@ class _Extraction:
                 TensorSpec(name=names[1], dtype=dtype, shape=(rows, rank)),
             ),
             make=make,
-            scratch_nbytes=4 * 4 * prod(tensor.shape),
+            scratch_nbytes=4 * _copies(prod(tensor.shape)) * prod(tensor.shape),
         )
 
     def _is_transposed(self) -> bool:
@@ -282,6 +284,10 @@ class _Extraction:
         return any("ForCausalLM" in str(name) for name in names)
 
 
+def _copies(numel: int) -> int:
+    return _EXACT_COPIES if numel <= EXACT_NUMEL else _PROJECTED_COPIES
+
+
 def _differs(tensor: SourceTensor, other: SourceTensor) -> bool:
     """Whether two tensors have other values; read band by band."""
     rows = tensor.shape[0] if tensor.shape else 0
@@ -306,7 +312,8 @@ def factorised(delta: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
     else:
         left, values, right = _projected(delta, rank + _OVERSAMPLED)
     left, values, right = left[:, :rank], values[:rank], right[:rank]
-    whole = float(delta.square().sum(dtype=torch.float64))
+    rows = torch.split(delta, max(1, 2**18 // delta.shape[1]))
+    whole = sum(float(each.square().sum(dtype=torch.float64)) for each in rows)
     kept = float(values.square().sum(dtype=torch.float64)) / whole if whole else 1.0
     root = values.sqrt()
     return left * root, root.unsqueeze(1) * right, min(kept, 1.0)

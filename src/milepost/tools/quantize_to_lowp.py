@@ -12,16 +12,17 @@ from typing import Any
 from milepost.checkpointing.files import document_file
 from milepost.errors import InvalidInputError
 from milepost.storage.fileops import PathLike
-from milepost.tools.cast import refuse_quantised
 from milepost.tools.lowp.blocks import FP8_BLOCK, Scales
 from milepost.tools.lowp.documents import document_of
 from milepost.tools.lowp.encode import Errors, SharedScale, Weight, groups_of
+from milepost.tools.lowp.floats import FloatSource, as_floats
 from milepost.tools.lowp.rows import tensor_of
 from milepost.tools.lowp.schemes import KEY
 from milepost.tools.lowp.selection import Apply, Scope, Selection, is_bank, module_of, select
 from milepost.tools.lowp.targets import Format, Layout, Target
 from milepost.tools.moe_experts import Unfused, unfused
 from milepost.tools.rewrite.cards import Relation, RelationKind, hub_id_of
+from milepost.tools.rewrite.dtypes import cast_group
 from milepost.tools.rewrite.groups import Copied, Group, passed
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.problems import Problems
@@ -31,6 +32,8 @@ from milepost.tools.rewrite.run import run_rewrite
 from milepost.tools.rewrite.source import Source, open_source
 
 _GPT_OSS = "gpt_oss"
+_BEFORE = "BF16"
+"""What weights become that were quantised, and are not chosen now."""
 # Projections of one module that servers put into one matrix, which has one global scale.
 _FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -44,17 +47,17 @@ _FUSED = (
 _FUSED_WITH = {leaf: leaves for leaves in _FUSED for leaf in leaves}
 
 
-class Verify(Enum):
+class Measure(Enum):
     """Whether the error of every quantised weight is measured before anything is published."""
 
-    NONE = "none"
+    NOTHING = "nothing"
     ERRORS = "errors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport(RewriteReport):
-    """`errors` are relative errors (Frobenius) by weight, with `Verify.ERRORS`. `left` says of each
-    matrix that was not quantised why."""
+    """`errors` are relative errors (Frobenius) by weight, with `Measure.ERRORS`. `left` says of
+    each matrix that was not quantised why."""
 
     errors: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +71,7 @@ def quantize_to_lowp(
     layout: Layout | None = None,
     scales: Scales | None = None,
     scope: Scope | None = None,
-    verify: Verify = Verify.NONE,
+    measure: Measure = Measure.NOTHING,
     options: RewriteOptions | None = None,
 ) -> QuantizeReport:
     """Write the float weights of `source` that `scope` chooses in `format`, the rest as it is.
@@ -80,15 +83,20 @@ def quantize_to_lowp(
     dim the block does not divide stay as they are. Arithmetic is fp32 and gives the same bytes on
     every device.
 
-    Refused are quantised inputs, values that are infinite or NaN, a layout that cannot hold the
-    format or the family, and with `Verify.ERRORS` a relative error above 0.08 (MXFP8, FP8), 0.25
-    (NVFP4) or 0.35 (MXFP4). Other errors: see `run_rewrite`.
+    Weights that are quantised already are read as `dequantize` reads them, in fp32; those of them
+    that `scope` does not choose become bf16.
+
+    Refused are values that are infinite or NaN, a layout that cannot hold the format or the family,
+    and with `Measure.ERRORS` a relative error above 0.08 (MXFP8, FP8), 0.25 (NVFP4) or 0.35
+    (MXFP4). Other errors: see `dequantize` and `run_rewrite`.
     """
-    opened = open_source(source)
-    refuse_quantised(opened, "quantize-to-lowp")
+    problems = Problems()
+    opened = as_floats(open_source(source), problems)
     scope = scope or Scope()
     target = _target(opened, format, layout, scales)
-    rewrite = Rewrite(verb="quantize-to-lowp", sources=[opened], groups=[])
+    rewrite = Rewrite(verb="quantize-to-lowp", sources=[opened], groups=[], problems=problems)
+    rewrite.dropped = opened.dropped
+    rewrite.aux = problems.attempt(opened.carried)
     _check_target(opened, target, scales, scope, rewrite.problems)
     tensors = _tensors(opened, target, scope, rewrite.problems)
     specs = [copied.output for copied in tensors.groups]
@@ -102,7 +110,7 @@ def quantize_to_lowp(
         for copied in tensors.groups
         if copied.output.name in selection.axes
     }
-    errors = Errors(format.largest_error) if verify is Verify.ERRORS else None
+    errors = Errors(format.largest_error) if measure is Measure.ERRORS else None
     rewrite.tied = tensors.tied
     rewrite.groups = _groups(tensors.groups, weights, target, errors)
     rewrite.arguments = _arguments(target, scope)
@@ -112,10 +120,9 @@ def quantize_to_lowp(
         kind=RelationKind.QUANTIZED, base_models=[] if hub_id is None else [hub_id]
     )
     _check_weights(weights, specs, target, rewrite)
-    _add_documents(
-        rewrite, document_of(target, [*weights.values()], selection, scope, tensors.tied)
-    )
-    rewrite.notes += _told(selection)
+    document = document_of(target, [*weights.values()], selection, scope, tensors.tied)
+    _add_documents(rewrite, document, opened)
+    rewrite.notes += [*_told_before(opened, rewrite.groups), *_told(selection)]
     report = run_rewrite(rewrite, output, options)
     return _reported(report, errors, selection)
 
@@ -177,10 +184,18 @@ def _groups(
     for copied in tensors:
         weight = weights.get(copied.output.name)
         if weight is None:
-            groups.append(copied)
+            groups.append(_left(copied))
         else:
             groups += groups_of(weight, target, scales.get(weight.spec.name), errors)
     return groups
+
+
+def _left(copied: Copied) -> Group:
+    """A tensor that is not quantised: as it is, or, if it was quantised before, in bf16."""
+    is_decoded = any(part.tensor.stored_dtype != part.tensor.dtype for part in copied.ranges)
+    if not is_decoded:
+        return copied
+    return cast_group(tensor_of(copied), _BEFORE, name=copied.output.name)
 
 
 def _shared_scales(weights: Mapping[str, Weight], target: Target) -> dict[str, SharedScale]:
@@ -232,10 +247,11 @@ def _check_weights(
         )
 
 
-def _add_documents(rewrite: Rewrite, document: dict[str, Any]) -> None:
+def _add_documents(rewrite: Rewrite, document: dict[str, Any], source: FloatSource) -> None:
     """The quantization_config in config.json; for `block_scaled` also in a file of its own."""
 
     def edit(config: dict[str, Any]) -> list[str]:
+        source.edit_config(config)
         config[KEY] = document
         return []
 
@@ -243,9 +259,8 @@ def _add_documents(rewrite: Rewrite, document: dict[str, Any]) -> None:
     if document["quant_method"] == "block_scaled":
         data = json.dumps(document, indent=2).encode() + b"\n"
         rewrite.extra = [document_file(f"{KEY}.json", data, "info")]
-        carried = rewrite.problems.attempt(rewrite.carried)
-        if carried is not None:
-            carried.paths.pop(f"{KEY}.json", None)
+        if rewrite.aux is not None:
+            rewrite.aux.paths.pop(f"{KEY}.json", None)
 
 
 def _arguments(target: Target, scope: Scope) -> dict[str, Any]:
@@ -260,6 +275,23 @@ def _arguments(target: Target, scope: Scope) -> dict[str, Any]:
         "keep_last_blocks": scope.keep_last_blocks,
         "contraction_axis": scope.axis,
     }
+
+
+def _told_before(source: FloatSource, groups: Sequence[Group]) -> list[str]:
+    """That weights were quantised before, and what became of those that are not chosen."""
+    if not source.decoded:
+        return []
+    method = f" ({source.method})" if source.method else ""
+    told = f"{len(source.decoded)} weights were quantised before{method}: errors add up"
+    left = [
+        group.outputs[0].name
+        for group in groups
+        if any(t.name in source.decoded for t in group.sources)
+        and group.outputs[0].dtype == _BEFORE
+    ]
+    if left:
+        told += f"; {len(left)} of them are not chosen now and become bf16, such as {left[0]}"
+    return [told]
 
 
 def _told(selection: Selection) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +13,10 @@ from milepost.errors import InvalidInputError
 from milepost.tools.dequantize import dequantize
 from milepost.tools.lowp.elements import encode_e4m3
 from milepost.tools.rewrite.options import Mode, RewriteOptions
-from tests.tools.rewrite.hub import QUICK, read_hub, same_bits, write_hub
+from tests.tools.lowp.coded_tensors import DEEPSEEK, codes, packed, scales, written
+from tests.tools.rewrite.hub import QUICK, read_hub, same_bits
 
-DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 LEVELS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
-
-
-def codes(*shape: int, seed: int = 0) -> Tensor:
-    return encode_e4m3(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 60)
-
-
-def scales(*shape: int, seed: int = 1) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) * 0.01 + 1e-4
-
-
-def packed(*shape: int, seed: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
 
 
 def looked_up(data: Tensor) -> Tensor:
@@ -44,15 +29,6 @@ def powers(exponents: Tensor) -> Tensor:
     return torch.tensor([2.0 ** (byte - 127) for byte in exponents.flatten().tolist()]).reshape(
         exponents.shape
     )
-
-
-def written(
-    place: Path, tensors: Mapping[str, Tensor], method: Mapping[str, Any] | None, parts: int = 1
-) -> Path:
-    config: dict[str, Any] = {"model_type": "llama", "torch_dtype": "bfloat16"}
-    if method is not None:
-        config["quantization_config"] = dict(method)
-    return write_hub(place, tensors, config=config, parts=parts)
 
 
 @pytest.mark.case("V57")

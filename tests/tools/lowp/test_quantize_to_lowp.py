@@ -12,11 +12,11 @@ from torch import Tensor
 
 from milepost.errors import InvalidInputError
 from milepost.tools.dequantize import dequantize
-from milepost.tools.lowp.blocks import Scales
+from milepost.tools.lowp.blocks import Scales, quantise_fp8_squares
 from milepost.tools.lowp.elements import decode_e2m1, unpack_nibbles
 from milepost.tools.lowp.selection import Apply, Scope
 from milepost.tools.lowp.targets import Format, Layout
-from milepost.tools.quantize_to_lowp import Verify, quantize_to_lowp
+from milepost.tools.quantize_to_lowp import Measure, quantize_to_lowp
 from milepost.tools.rewrite.options import RewriteOptions
 from tests.tools.lowp.models import decompressed, loaded, logits, save_model
 from tests.tools.rewrite.hub import QUICK, content, read_hub, same_bits, write_hub
@@ -62,7 +62,7 @@ def test_compressed_tensors_and_transformers_make_the_same_floats_of_a_dense_mod
         tmp_path / "q",
         format=format,
         scope=WITH_ATTENTION,
-        verify=Verify.ERRORS,
+        measure=Measure.ERRORS,
         options=QUICK,
     )
     assert report.counts["quantised"] == len(report.errors) == 14
@@ -150,7 +150,7 @@ def test_experts_of_gpt_oss_in_its_own_layout_are_exact_through_transformers(
     from transformers import Mxfp4Config
 
     report = quantize_to_lowp(
-        gpt_oss, tmp_path / "q", format=Format.MXFP4, verify=Verify.ERRORS, options=QUICK
+        gpt_oss, tmp_path / "q", format=Format.MXFP4, measure=Measure.ERRORS, options=QUICK
     )
     assert report.counts["quantised"] == 4
     made = read_hub(tmp_path / "q")
@@ -203,6 +203,25 @@ def test_squares_of_fp8_end_in_partial_blocks_and_come_back(tmp_path: Path) -> N
     dequantize(tmp_path / "q", tmp_path / "back", dtype="float32", options=QUICK)
     for name, tensor in read_hub(tmp_path / "back").items():
         assert float((tensor - tensors[name]).norm() / tensors[name].norm()) < 0.03
+
+
+@pytest.mark.case("V57")
+def test_squares_in_bands_and_tiles_are_those_of_the_whole_matrix(tmp_path: Path) -> None:
+    """Larger than a band, wider than a tile, and 128 divides neither dim."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+    weight = weights(1000, 4500)
+    source = write_hub(tmp_path / "in", {name: weight}, config={"model_type": "llama"})
+    layout = Layout.DEEPSEEK_FP8
+    quantize_to_lowp(source, tmp_path / "q", format=Format.FP8, layout=layout, options=QUICK)
+    whole = quantise_fp8_squares(weight)
+    made = read_hub(tmp_path / "q")
+    assert same_bits(made, {name: whole.data, f"{name}_scale_inv": whole.scale})
+    dequantize(tmp_path / "q", tmp_path / "back", dtype="float32", options=QUICK)
+    row, column = torch.meshgrid(
+        torch.arange(1000) // 128, torch.arange(4500) // 128, indexing="ij"
+    )
+    expected = whole.data.float() * whole.scale[row, column]
+    assert same_bits(read_hub(tmp_path / "back"), {name: expected})
 
 
 @pytest.mark.case("V56")
@@ -320,8 +339,6 @@ def test_what_cannot_be_right_is_refused_before_anything_is_written(
     both = {**dense, "mtp.layers.0.mlp.up_proj.weight": weights(32, 32)}
     source = write_hub(tmp_path / "mtp", both, config={"model_type": "llama"})
     refused(source, "each have their own", format=Format.MXFP8, scope=Scope(keep_first_blocks=1))
-    quantize_to_lowp(llama, tmp_path / "once", format=Format.MXFP8, options=QUICK)
-    refused(tmp_path / "once", "dequantise them first", format=Format.MXFP8)
 
 
 def test_an_error_above_the_limit_keeps_the_output_from_being_published(tmp_path: Path) -> None:
@@ -329,7 +346,7 @@ def test_an_error_above_the_limit_keeps_the_output_from_being_published(tmp_path
     gate = "model.layers.0.mlp.gate_proj.weight"
     tensors = {gate: weights(64, 64) * 1e-6, gate.replace("gate", "up"): weights(64, 64)}
     source = write_hub(tmp_path / "in", tensors, config={"model_type": "llama"})
-    run: dict[str, Any] = {"format": Format.NVFP4, "verify": Verify.ERRORS, "options": QUICK}
+    run: dict[str, Any] = {"format": Format.NVFP4, "measure": Measure.ERRORS, "options": QUICK}
     with pytest.raises(InvalidInputError, match=rf"{gate}: the relative error .* above 0\.25"):
         quantize_to_lowp(source, tmp_path / "q", **run)
     assert not (tmp_path / "q").exists()

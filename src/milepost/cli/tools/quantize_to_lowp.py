@@ -79,7 +79,7 @@ def quantize_to_lowp(
     from milepost.tools.lowp.blocks import Scales
     from milepost.tools.lowp.selection import Apply, Scope
     from milepost.tools.lowp.targets import Format, Layout
-    from milepost.tools.quantize_to_lowp import Verify
+    from milepost.tools.quantize_to_lowp import Measure
     from milepost.tools.quantize_to_lowp import quantize_to_lowp as run
 
     chosen = {
@@ -100,6 +100,6 @@ def quantize_to_lowp(
             keep_last_blocks=lowp_keep_last_blocks,
             axis=contraction_axis,
         ),
-        verify=Verify.ERRORS if verify else Verify.NONE,
+        measure=Measure.ERRORS if verify else Measure.NOTHING,
         options=options,
     )

@@ -44,10 +44,10 @@ class _Task:
 
     @property
     def memory_nbytes(self) -> int:
-        """Of a band; and of the segment, where the layout holds no bytes in place."""
+        """Of a band, and what reading the segment in order holds."""
         band = min(self.band_numel, self.segment.numel)
-        held = 0 if self.segment.tensor.path is not None else self.segment.numel
-        return band * (self.segment.itemsize + BYTES_PER_ELEMENT) + held * self.segment.itemsize
+        held = self.segment.tensor.held_nbytes
+        return band * (self.segment.itemsize + BYTES_PER_ELEMENT) + held
 
 
 def tasks_of(tensors: Sequence[GgufTensor], container: Container) -> list[_Task]:

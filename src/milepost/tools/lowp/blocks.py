@@ -25,7 +25,7 @@ from milepost.tools.lowp.elements import (
     exponent_of,
     pack_nibbles,
     power_of_two,
-    round_e2m1,
+    round_e2m1_,
     unpack_nibbles,
 )
 
@@ -81,7 +81,8 @@ def quantise_mx(weight: Tensor, element: Element, scales: Scales) -> Blocks:
     exponent = _ceil_exponent(amax, element.largest)
     if scales is Scales.LEAST_SQUARES:
         lower = (exponent - 1).clamp(min=-127)
-        worse = _squares(blocks, element, exponent) > _squares(blocks, element, lower)
+        sizes = _turned_sizes(blocks)
+        worse = _squares(sizes, element, exponent) > _squares(sizes, element, lower)
         exponent = torch.where(worse, lower, exponent)
     scaled = blocks / power_of_two(exponent)[..., None]
     return Blocks(_joined(_encoded(scaled, element)), encode_e8m0(exponent))
@@ -108,12 +109,7 @@ def quantise_nvfp4(weight: Tensor, divisor: Tensor, scales: Scales) -> Blocks:
     largest = blocks.abs().amax(-1) * (divisor / E2M1_MAX)
     scale = _nvfp4_scale(largest)
     if scales is Scales.LEAST_SQUARES:
-        error = _nvfp4_squares(blocks, scale, divisor)
-        for factor in _NVFP4_FACTORS:
-            other = _nvfp4_scale(largest * factor)
-            squares = _nvfp4_squares(blocks, other, divisor)
-            scale = torch.where(squares < error, other, scale)
-            error = torch.minimum(squares, error)
+        scale = _nvfp4_search(blocks, largest, divisor)
     codes = encode_e2m1(blocks / (scale / divisor)[..., None])
     return Blocks(pack_nibbles(_joined(codes)), scale.to(torch.float8_e4m3fn))
 
@@ -178,7 +174,7 @@ def _fp8_scale(amax: Tensor) -> Tensor:
 def _finite(weight: Tensor) -> Tensor:
     """fp32; `InvalidInputError` when something is infinite or no number."""
     values = weight.float()
-    if not bool(torch.isfinite(values).all()):
+    if values.numel() and not all(bound.isfinite() for bound in values.aminmax()):
         raise InvalidInputError(
             "holds infinite values or NaN, which no block scale can express; find where they come "
             "from, or exclude the tensor"
@@ -214,24 +210,31 @@ def _ceil_exponent(amax: Tensor, largest: float) -> Tensor:
     return torch.where(amax > 0, exponent, torch.full_like(exponent, -127)).clamp(-127, 127)
 
 
-def _squares(blocks: Tensor, element: Element, exponent: Tensor) -> Tensor:
-    scale = power_of_two(exponent)[..., None]
-    rounded = _rounded(blocks / scale, element)
-    return _sum((rounded * scale - blocks).square_())
+def _turned_sizes(blocks: Tensor) -> Tensor:
+    """Magnitudes of `[..., block]` as `[block, n]`: one operation then goes along many blocks."""
+    return blocks.abs().reshape(-1, blocks.shape[-1]).t().contiguous()
+
+
+def _squares(sizes: Tensor, element: Element, exponent: Tensor) -> Tensor:
+    """The squared error of each block, of the shape of `exponent`; `sizes` are turned."""
+    scale = power_of_two(exponent).reshape(-1)
+    rounded = _rounded(sizes / scale, element)
+    return _sum(rounded.mul_(scale).sub_(sizes).square_()).reshape(exponent.shape)
 
 
 def _sum(values: Tensor) -> Tensor:
-    """The sum along the last dim, a power of two, in one order whatever device adds."""
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
-    return values.squeeze(-1)
+    """The sum along dim 0, a power of two, in one order whatever device adds."""
+    while values.shape[0] > 1:
+        half = values.shape[0] // 2
+        values = values[:half] + values[half:]
+    return values[0]
 
 
-def _rounded(values: Tensor, element: Element) -> Tensor:
+def _rounded(sizes: Tensor, element: Element) -> Tensor:
+    """The nearest levels of values that are not negative, which may be overwritten."""
     if element is Element.E4M3:
-        return encode_e4m3(values).float()
-    return round_e2m1(values)
+        return encode_e4m3(sizes).float()
+    return round_e2m1_(sizes)
 
 
 def _encoded(values: Tensor, element: Element) -> Tensor:
@@ -247,6 +250,20 @@ def _nvfp4_scale(scale: Tensor) -> Tensor:
     return encode_e4m3(scale.clamp(min=2.0**-9)).float()
 
 
-def _nvfp4_squares(blocks: Tensor, scale: Tensor, divisor: Tensor) -> Tensor:
-    factor = (scale / divisor)[..., None]
-    return _sum(round_e2m1(blocks / factor).mul_(factor).sub_(blocks).square_())
+def _nvfp4_search(blocks: Tensor, largest: Tensor, divisor: Tensor) -> Tensor:
+    """Block scales of the least squared error, among that by the maximum and a few beside it."""
+    sizes = _turned_sizes(blocks)
+    scale = _nvfp4_scale(largest)
+    error = _nvfp4_squares(sizes, scale, divisor)
+    for factor in _NVFP4_FACTORS:
+        other = _nvfp4_scale(largest * factor)
+        squares = _nvfp4_squares(sizes, other, divisor)
+        scale = torch.where(squares < error, other, scale)
+        error = torch.minimum(squares, error)
+    return scale
+
+
+def _nvfp4_squares(sizes: Tensor, scale: Tensor, divisor: Tensor) -> Tensor:
+    factor = (scale / divisor).reshape(-1)
+    rounded = round_e2m1_(sizes / factor)
+    return _sum(rounded.mul_(factor).sub_(sizes).square_()).reshape(scale.shape)

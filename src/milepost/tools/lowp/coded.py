@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, prod
+from math import ceil, lcm, prod
 from typing import TypeAlias
 
 import torch
@@ -29,6 +29,8 @@ from milepost.tools.rewrite.source import SourceTensor
 
 Decode: TypeAlias = Callable[[Mapping[str, Tensor]], Tensor]
 
+_CHUNK = 2**18
+"""Elements of a transposed bank that are made at a time."""
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 _E8M0 = ("U8", "F8_E8M0")
 _ACTIVATIONS = re.compile(
@@ -45,17 +47,23 @@ _SCALE = re.compile(
 class Coded:
     """A weight that is made of codes and scales.
 
-    `decode` makes fp32 values of the `inputs`, by key. `step` is how many rows of the result one
-    row of scales is for: bands and chunks of rows are multiples of it. Inputs in `whole` are given
-    whole to each call, the others in rows that belong together.
+    `decode` makes fp32 values of the `inputs`, by key. `rows` has for each input how many rows
+    (dim 0) of the result one row of it is for, so that a run of rows can be made alone; inputs
+    without an entry are given whole to each call. `scratch` is what an element of the result takes
+    while it is made, in bytes.
     """
 
     name: str
     shape: tuple[int, ...]
     inputs: Mapping[str, SourceTensor]
     decode: Decode
-    step: int = 1
-    whole: frozenset[str] = frozenset()
+    rows: Mapping[str, int] = field(default_factory=lambda: {"codes": 1, "scale": 1})
+    scratch: int = 24
+
+    @property
+    def step(self) -> int:
+        """Runs of rows begin at multiples of this."""
+        return lcm(*self.rows.values())
 
 
 @dataclass(slots=True)
@@ -149,7 +157,7 @@ class CodedTensors:
         if prod(scale.shape) == 1:
             return make(
                 decode=lambda t: t["codes"].float() * factor(t["scale"]).flatten(),
-                whole=frozenset({"scale"}),
+                rows={"codes": 1},
             )
         if block is None and scale.dtype in _E8M0 and scale.shape == _scales(shape, (1, MX_BLOCK)):
             block = (1, MX_BLOCK)
@@ -158,7 +166,7 @@ class CodedTensors:
                 decode=lambda t: (
                     t["codes"].float() * spread_squares(factor(t["scale"]), t["codes"].shape, block)
                 ),
-                step=block[0] if len(shape) == 2 else 1,
+                rows={"codes": 1, "scale": block[0] if len(shape) == 2 else 1},
             )
         ones = [1] * (len(shape) - 1)
         by_row = (shape[:-1], (*shape[:-1], 1), shape[:1], (*shape[:1], *ones))
@@ -194,7 +202,6 @@ class CodedTensors:
             decode=lambda t: dequantise_e2m1(
                 t["codes"], t["scale"].float() * t["global"].float(), NVFP4_BLOCK
             ),
-            whole=frozenset({"global"}),
         )
 
     def _mx_packed(self, name: str, tensor: SourceTensor, scale: SourceTensor) -> Coded | None:
@@ -230,7 +237,6 @@ class CodedTensors:
             shape=shape,
             inputs={"codes": tensor, "scale": scale, "global": divisor},
             decode=lambda t: dequantise_nvfp4(Blocks(t["codes"], t["scale"]), t["global"].float()),
-            whole=frozenset({"global"}),
         )
 
     def _block_scaled(self, tensor: SourceTensor, scale: SourceTensor, stem: str) -> Coded | None:
@@ -263,10 +269,9 @@ class CodedTensors:
         inputs = {"codes": tensor, "scale": scale, "shape": stated}
         if multiplier is not None:
             inputs["global"] = multiplier
-        whole = {"shape", "global"} | ({"codes", "scale"} if axis == 0 else set())
-        return Coded(
-            name=name, shape=tuple(shape), inputs=inputs, decode=decode, whole=frozenset(whole)
-        )
+        per_code = 2 if is_packed else 1
+        rows = {"codes": per_code, "scale": block} if axis == 0 else {"codes": 1, "scale": 1}
+        return Coded(name=name, shape=tuple(shape), inputs=inputs, decode=decode, rows=rows)
 
     def _gpt_oss(self, tensor: SourceTensor, stem: str) -> Coded | None:
         """Banks of gpt-oss: blocks of 16 bytes along the input dim, stored transposed."""
@@ -276,13 +281,23 @@ class CodedTensors:
         if not self._fits(tensor, scale, tensor.shape[:-1], "U8"):
             return None
         experts, rows, blocks, _ = tensor.shape
+        step = max(1, _CHUNK // max(1, blocks * MX_BLOCK))
+
+        def decode(t: Mapping[str, Tensor]) -> Tensor:
+            codes, scales = t["codes"].flatten(-2), t["scale"]
+            made = torch.empty(codes.shape[0], blocks * MX_BLOCK, rows)
+            for first in range(0, rows, step):
+                part = slice(first, first + step)
+                values = dequantise_mx(Blocks(codes[:, part], scales[:, part]), Element.E2M1)
+                made[..., part] = values.transpose(-1, -2)
+            return made
+
         return Coded(
             name=stem,
             shape=(experts, blocks * MX_BLOCK, rows),
             inputs={"codes": tensor, "scale": scale},
-            decode=lambda t: dequantise_mx(
-                Blocks(t["codes"].flatten(-2), t["scale"]), Element.E2M1
-            ).transpose(-1, -2),
+            decode=decode,
+            scratch=4,
         )
 
     def _fits(

@@ -12,6 +12,7 @@ from torch import Tensor
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E8M0_BIAS = 127
+_EXPONENT_BITS = 0x7F800000
 _E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -27,11 +28,14 @@ def encode_e2m1(values: Tensor) -> Tensor:
     return code.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
 
 
-def round_e2m1(values: Tensor) -> Tensor:
-    """What `decode_e2m1(encode_e2m1(values))` is, by arithmetic alone."""
-    size = values.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return size.div_(step).round_().mul_(step).clamp_(max=E2M1_MAX).copysign_(values)
+def round_e2m1_(sizes: Tensor) -> Tensor:
+    """What `decode_e2m1(encode_e2m1(sizes))` is, in place, of fp32 values that are not negative.
+
+    Half the power of two below a value, from 1 to 4, is the step of the grid there.
+    """
+    power = (sizes.clamp(1.0, 4.0).view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    step = power.mul_(0.5)
+    return sizes.div_(step).round_().mul_(step).clamp_(max=E2M1_MAX)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:

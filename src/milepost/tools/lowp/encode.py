@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from milepost.engine.source import memory_of
 from milepost.errors import InvalidInputError
 from milepost.tools.lowp.blocks import (
     FP8_BLOCK,
@@ -76,9 +77,11 @@ class SharedScale:
 def _amax(weight: Weight) -> float:
     tensor = weight.tensor
     step = max(1, BAND_NBYTES // max(1, tensor.row_nbytes))
-    largest = 0.0
+    largest, stream = 0.0, tensor.stream()
     for first in range(0, tensor.shape[0], step):
-        band = tensor.read((first, min(first + step, tensor.shape[0])))
+        rows = min(step, tensor.shape[0] - first)
+        band = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.stored.torch_dtype())
+        stream.read_into(memory_of(band))
         low, high = band.aminmax()
         largest = max(largest, -float(low), float(high))
         if not bool(low.isfinite() & high.isfinite()):
@@ -125,7 +128,7 @@ def groups_of(
     """All tensors that a layout has for a weight. NVFP4 needs the global `scale`."""
     work = partial(_make, weight, target, scale, errors)
     specs = _specs(weight, target)
-    is_banded = weight.axis != 0 and not target.has_squares
+    is_banded = weight.axis != 0 or target.layout is Layout.BLOCK_SCALED
     row = weight.tensor.row_nbytes if len(weight.spec.shape) > 2 else 0
     groups: list[Group] = [
         Computed(
@@ -133,6 +136,7 @@ def groups_of(
             outputs=specs,
             make=lambda tensors: work(tensors["weight"]),
             banded=("weight",) if is_banded else (),
+            rows_for=_rows_for(weight, target, specs),
             scratch_nbytes=_CHUNK * _SCRATCH_PER_ELEMENT + 2 * row,
         )
     ]
@@ -141,6 +145,18 @@ def groups_of(
     if target.layout is Layout.BLOCK_SCALED:
         groups.append(constant(f"{weight.module}.weight_shape", torch.tensor(weight.spec.shape)))
     return groups
+
+
+def _rows_for(
+    weight: Weight, target: Target, specs: tuple[TensorSpec, TensorSpec]
+) -> dict[str, int]:
+    """How many rows of a weight one row of its codes and of its scales is made of."""
+    data, scales = (spec.name for spec in specs)
+    if target.has_squares:
+        return {scales: FP8_BLOCK}
+    if weight.axis != 0:
+        return {}
+    return {data: 2 if target.format.is_packed else 1, scales: target.format.multiple}
 
 
 def _global(weight: Weight, target: Target, scale: SharedScale) -> Computed:
@@ -197,7 +213,7 @@ def _make(
     """The tensors of some rows (dim 0) of a weight."""
     values = rows.movedim(weight.axis, -1)
     divisor = None if scale is None else scale.divisor()
-    made = _in_chunks(
+    made = _in_tiles(
         values.reshape(-1, values.shape[-1]),
         FP8_BLOCK if target.has_squares else 1,
         partial(_encoded, weight, target, divisor, errors),
@@ -229,6 +245,15 @@ def _encoded(
     if errors is not None:
         errors.add(weight, values, target.decode(blocks, by))
     return Blocks(blocks.data.cpu(), blocks.scale.cpu())
+
+
+def _in_tiles(values: Tensor, side: int, encode: Callable[[Tensor], Blocks]) -> Blocks:
+    """`encode` of `[n, K]`, a few rows at a time, and a few columns where blocks span rows."""
+    if side == 1:
+        return _in_chunks(values, 1, encode)
+    tiles = [_in_chunks(tile, side, encode) for tile in torch.split(values, _CHUNK // side, dim=-1)]
+    data, scales = zip(*tiles, strict=True)
+    return Blocks(torch.cat(data, dim=-1), torch.cat(scales, dim=-1))
 
 
 def _in_chunks(values: Tensor, step: int, encode: Callable[[Tensor], Blocks]) -> Blocks:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from milepost.tools.lowp.floats import DecodedPart, DecodedTensor
 from milepost.tools.rewrite.groups import ByteRange, Copied
 from milepost.tools.rewrite.source import SourceTensor
-from milepost.tools.rewrite.streams import MemoryStream, Stream
+from milepost.tools.rewrite.streams import RowsStream, Stream
 
 
 def tensor_of(copied: Copied) -> SourceTensor:
@@ -22,32 +23,55 @@ def tensor_of(copied: Copied) -> SourceTensor:
         return whole
     if whole.start is not None:
         return replace(whole, shape=spec.shape, nbytes=part.nbytes, start=whole.start + part.start)
+    expert, begin = _place(part)
+    if isinstance(whole, DecodedTensor):
+        return DecodedPart(
+            name=whole.name,
+            dtype=whole.dtype,
+            shape=spec.shape,
+            nbytes=part.nbytes,
+            source=whole.source,
+            bank=whole,
+            expert=expert,
+            begin=begin,
+        )
     return _RowsInMemory(
         name=whole.name,
         dtype=whole.dtype,
         shape=spec.shape,
         nbytes=part.nbytes,
         source=whole.source,
-        part=part,
+        expert=expert,
+        begin=begin,
     )
+
+
+def _place(part: ByteRange) -> tuple[int, int]:
+    """The index along dim 0 of a bank, and the first row within."""
+    bank = part.tensor
+    expert, offset = divmod(part.start, bank.row_nbytes)
+    return expert, offset // (bank.row_nbytes // bank.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RowsInMemory(SourceTensor):
-    """Rows `[a, b)` of `bank[e]`, out of a layout that does not hold a tensor's bytes in place."""
+    """Rows of `bank[expert]`, from the row `begin` on, out of a layout that does not hold a
+    tensor's bytes in place."""
 
-    part: ByteRange
+    expert: int
+    begin: int
 
     def read(self, rows: tuple[int, int] | None = None) -> torch.Tensor:
         first, last = rows or (0, self.shape[0])
-        whole = self.part.tensor
-        expert, offset = divmod(self.part.start, whole.nbytes // whole.shape[0])
-        begin = offset // self.row_nbytes
-        index = [slice(expert, expert + 1), slice(begin + first, begin + last)]
-        return self.source.checkpoint.read(whole.name, index)[0]
+        inner = slice(self.begin + first, self.begin + last)
+        index = [slice(self.expert, self.expert + 1), inner]
+        return self.source.checkpoint.read(self.name, index)[0]
 
     def stream(self, first: int = 0, last: int | None = None) -> Stream:
-        end = self.nbytes if last is None else last
-        rows = slice(first // self.row_nbytes, -(-end // self.row_nbytes))
-        values = self.read((rows.start, rows.stop))
-        return MemoryStream(values, first - rows.start * self.row_nbytes)
+        return RowsStream(
+            lambda begin, end: self.read((begin, end)),
+            start=first,
+            end=self.nbytes if last is None else last,
+            count=self.shape[0],
+            row_nbytes=self.row_nbytes,
+        )

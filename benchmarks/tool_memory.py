@@ -1,0 +1,268 @@
+"""Anonymous memory of after-training verbs on inputs of 8 GiB, and its bound.
+
+Each verb reads a checkpoint of `--nbytes` from disk or the page cache and writes its output, in a
+process of its own that has done the same with one layer before. The bar of each: anonymous memory
+rises by at most twice the largest group of tensors that the verb must see together (a matrix of 8
+MiB, gate and up with their common scale, the experts of a layer, the same matrix of all models) and
+64 MiB. Nothing in it grows with the input. Inputs are made one by one and removed: the disk needs
+room for three times `--nbytes`. `--verbs` names those to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _anonymous import measured
+from _common import MIB, Options, Report, answer, child, parse_options, progress, work_directory
+from _tool_inputs import (
+    FP8,
+    GPT_OSS,
+    LLAMA,
+    QWEN_MOE,
+    Named,
+    banks,
+    fp8_llama,
+    link,
+    llama,
+    mxfp4_experts,
+    single_experts,
+    tuned_llama,
+    write_input,
+)
+
+MATRIX = 8 * MIB
+BANK = 16 * MIB
+REST = 64 * MIB
+TINY = "tiny"
+
+Run = Callable[[Path, Path], object]
+"""Called with the directory of inputs, and the output's path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """`inputs` are written one after the other under the names 0, 1, ...; `linked` are further
+    names for the first. `group` is the largest group that must be seen together."""
+
+    run: Run
+    config: dict[str, Any]
+    inputs: Sequence[Callable[[], Named]]
+    group: int
+    linked: int = 0
+
+    @property
+    def bound(self) -> int:
+        return 2 * self.group + REST
+
+
+def run_reshard(place: Path, out: Path) -> None:
+    from milepost.tools.reshard import reshard
+    from milepost.tools.rewrite.options import RewriteOptions
+
+    reshard(place / "0", out, options=RewriteOptions(max_shard_size=333 * MIB))
+
+
+def run_cast(place: Path, out: Path) -> None:
+    from milepost.tools.cast import cast
+
+    cast(place / "0", out, dtype="float16")
+
+
+def run_rename(place: Path, out: Path) -> None:
+    from milepost.tools.rename import rename
+
+    rename(place / "0", out, rules=[("^model", "transformer")])
+
+
+def run_convert(place: Path, out: Path) -> None:
+    from milepost.tools.convert_to_bf16 import convert_to_bf16
+
+    convert_to_bf16(place / "0", out)
+
+
+def run_dequantize(place: Path, out: Path) -> None:
+    from milepost.tools.dequantize import dequantize
+
+    dequantize(place / "0", out)
+
+
+def run_quantize(format: str, layout: str, place: Path, out: Path) -> None:
+    from milepost.tools.lowp.targets import Format, Layout
+    from milepost.tools.quantize_to_lowp import quantize_to_lowp
+
+    quantize_to_lowp(place / "0", out, format=Format(format), layout=Layout(layout))
+
+
+def run_unfuse(place: Path, out: Path) -> None:
+    from milepost.tools.moe_experts import unfuse_moe_experts
+
+    unfuse_moe_experts(place / "0", out)
+
+
+def run_fuse(place: Path, out: Path) -> None:
+    from milepost.tools.moe_experts import fuse_moe_experts
+
+    fuse_moe_experts(place / "0", out)
+
+
+def run_average(place: Path, out: Path) -> None:
+    from milepost.tools.average import average
+
+    average([place / "0", place / "1"], out)
+
+
+def run_merge(method: str, knobs: dict[str, float], place: Path, out: Path) -> None:
+    from milepost.tools.merge_models import merge_models
+    from milepost.tools.merging.recipe import recipe_from_command_line
+
+    recipe = recipe_from_command_line(
+        [str(place / "1"), str(place / "2")],
+        method=method,
+        base=None if method == "linear" else place / "0",
+        dtype=None,
+        knobs=knobs,
+        settings=(),
+        tokenizer=None,
+        seed=0,
+    )
+    merge_models(recipe, out)
+
+
+def run_extract(place: Path, out: Path) -> None:
+    from milepost.tools.extract_lora import extract_lora
+
+    extract_lora(place / "1", place / "0", out, rank=8)
+
+
+def run_gguf(place: Path, out: Path) -> None:
+    from milepost.tools.to_gguf import to_gguf
+
+    to_gguf(place / "0", out.with_suffix(".gguf"), dtype="q8_0")
+
+
+ONE = (llama,)
+TWO = (llama, tuned_llama)
+VERBS = {
+    "reshard": Verb(run=run_reshard, config=LLAMA, inputs=ONE, group=MATRIX),
+    "cast": Verb(run=run_cast, config=LLAMA, inputs=ONE, group=MATRIX),
+    "rename": Verb(run=run_rename, config=LLAMA, inputs=ONE, group=MATRIX),
+    "convert-to-bf16": Verb(run=run_convert, config=FP8, inputs=(fp8_llama,), group=MATRIX),
+    "convert-to-bf16 mxfp4": Verb(
+        run=run_convert, config=GPT_OSS, inputs=(mxfp4_experts,), group=BANK
+    ),
+    "dequantize": Verb(run=run_dequantize, config=FP8, inputs=(fp8_llama,), group=MATRIX),
+    "quantize-to-lowp nvfp4": Verb(
+        run=partial(run_quantize, "nvfp4", "compressed-tensors"),
+        config=LLAMA,
+        inputs=ONE,
+        group=2 * MATRIX,
+    ),
+    "quantize-to-lowp nvfp4 of fp8": Verb(
+        run=partial(run_quantize, "nvfp4", "compressed-tensors"),
+        config=FP8,
+        inputs=(fp8_llama,),
+        group=2 * MATRIX,
+    ),
+    "quantize-to-lowp deepseek-fp8": Verb(
+        run=partial(run_quantize, "fp8", "deepseek-fp8"), config=LLAMA, inputs=ONE, group=MATRIX
+    ),
+    "unfuse-moe-experts": Verb(run=run_unfuse, config=QWEN_MOE, inputs=(banks,), group=BANK),
+    "fuse-moe-experts": Verb(run=run_fuse, config=QWEN_MOE, inputs=(single_experts,), group=BANK),
+    "average": Verb(run=run_average, config=LLAMA, inputs=ONE, linked=1, group=2 * MATRIX),
+    "merge-models linear": Verb(
+        run=partial(run_merge, "linear", {}), config=LLAMA, inputs=TWO, linked=1, group=3 * MATRIX
+    ),
+    "merge-models ties": Verb(
+        run=partial(run_merge, "ties", {"density": 0.5}),
+        config=LLAMA,
+        inputs=TWO,
+        linked=1,
+        group=3 * MATRIX,
+    ),
+    "extract-lora": Verb(run=run_extract, config=LLAMA, inputs=TWO, group=2 * MATRIX),
+    "to-gguf": Verb(run=run_gguf, config=LLAMA, inputs=ONE, group=MATRIX),
+}
+
+
+def write_inputs(verb: Verb, place: Path, nbytes: int) -> None:
+    """All that a run reads, under `place`."""
+    for number, tensors in enumerate(verb.inputs):
+        write_input(place / str(number), tensors(), verb.config, nbytes)
+    for number in range(len(verb.inputs), len(verb.inputs) + verb.linked):
+        link(place / str(number), place / "0")
+
+
+def run_measured(verb: Verb, place: Path) -> dict[str, float]:
+    """One run on the inputs in `place`, after one on those in its `tiny`."""
+    with _output(place) as out:
+        verb.run(place / TINY, out)
+    ctypes.CDLL(None).malloc_trim(0)
+    with _output(place) as out:
+        return measured(partial(verb.run, place, out))
+
+
+@contextmanager
+def _output(place: Path) -> Iterator[Path]:
+    directory = place / "output"
+    directory.mkdir()
+    yield directory / "made"
+    shutil.rmtree(directory)
+
+
+def measure(report: Report, options: Options, directory: Path) -> None:
+    rows = []
+    for name in options.more["verbs"] or VERBS:
+        verb, place = VERBS[name], directory / "inputs"
+        write_inputs(verb, place, options.nbytes)
+        write_inputs(verb, place / TINY, 1)
+        progress(name)
+        found = []
+        for _ in range(options.rounds):
+            if options.memory:
+                found.append(child(options, f"{name}={place}"))
+            else:
+                found.append(run_measured(verb, place))
+        shutil.rmtree(place)
+        row = {"verb": name, "s": round(min(each["seconds"] for each in found), 2)}
+        row |= {"group MiB": verb.group // MIB, "bound MiB": verb.bound // MIB}
+        if options.memory:
+            row["peak MiB"] = round(max(each["extra"] for each in found) / MIB, 1)
+        rows.append(row)
+    report.rows("anonymous memory above that of the process", rows)
+    for row in rows if options.memory else ():
+        report.bar(
+            f"{row['verb']}: anonymous memory, MiB",
+            found=row["peak MiB"],
+            limit=row["bound MiB"],
+            higher_is_better=False,
+        )
+
+
+def add_verbs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbs", nargs="+", choices=list(VERBS), help="all by default")
+
+
+def main() -> int:
+    assert __doc__ is not None
+    options = parse_options(__doc__, nbytes="8GiB", rounds=1, add_more=add_verbs)
+    if options.child is not None:
+        name, place = options.child.split("=", 1)
+        answer(run_measured(VERBS[name], Path(place)))
+        return 0
+    report = Report(title="memory of after-training verbs", options=options)
+    with work_directory(options) as directory:
+        measure(report, options, directory)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

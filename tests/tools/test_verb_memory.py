@@ -1,0 +1,65 @@
+"""Memory of every after-training verb is bounded by what it must see at once, however large inputs
+are: twice the largest group and 64 MiB, and flat."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tool_memory.py"
+VERBS = [
+    "reshard",
+    "cast",
+    "rename",
+    "convert-to-bf16",
+    "convert-to-bf16 mxfp4",
+    "dequantize",
+    "quantize-to-lowp nvfp4",
+    "quantize-to-lowp nvfp4 of fp8",
+    "quantize-to-lowp deepseek-fp8",
+    "unfuse-moe-experts",
+    "fuse-moe-experts",
+    "average",
+    "merge-models linear",
+    "merge-models ties",
+    "extract-lora",
+    "to-gguf",
+]
+SPREAD_MIB = 24
+
+
+def peak_of(verb: str, megabytes: int, directory: Path) -> float:
+    """MiB of anonymous memory above that of the process; the bound of the verb holds."""
+    out = directory / f"{megabytes}.json"
+    command = [sys.executable, str(SCRIPT), "--nbytes", f"{megabytes}MiB", "--rounds", "1"]
+    command += ["--verbs", verb, "--directory", str(directory), "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert out.exists(), done.stderr
+    content: dict[str, Any] = json.loads(out.read_text())
+    ((row,),) = content["tables"].values()
+    assert row["verb"] == verb
+    assert [bar["holds"] for bar in content["bars"]] == [True], content["bars"]
+    return float(row["peak MiB"])
+
+
+def test_a_merge_of_three_models_keeps_to_its_bound(tmp_path: Path) -> None:
+    assert peak_of("merge-models linear", 128, tmp_path) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_memory_is_flat_over_inputs_of_half_a_gigabyte_to_two(tmp_path: Path, verb: str) -> None:
+    peaks = [peak_of(verb, megabytes, tmp_path) for megabytes in (512, 1024, 2048)]
+    assert max(peaks) - min(peaks) <= SPREAD_MIB, peaks
+
+
+def test_every_verb_that_the_script_measures_is_in_the_list() -> None:
+    """And the other way round: the choices that its help prints."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True)
+    choices = " ".join(done.stdout.split()).partition("{")[2].partition("}")[0]
+    assert choices.split(",") == VERBS
