@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.trainer.lora_modes import Seen
-from tests.trainer.modes import MOE, Mode, mode
+from tests.trainer.modes import mode
 
 CASES = [
     ("dora", mode("TP", tp=2)),
