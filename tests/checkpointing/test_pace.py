@@ -100,16 +100,29 @@ def test_with_an_accelerator_cores_are_free_and_nobody_rests(
     assert not pace.rests
 
 
+def behind(root: Path) -> mp.SaveHandle:
+    """The next save, in the queue."""
+    return mp.save_async(root / "checkpoint-2", state(), step=2, in_flight=mp.InFlight.QUEUE)
+
+
 @pytest.mark.parametrize(
     "waiting",
     [
         lambda handle, root: handle.wait(),
+        lambda handle, root: behind(root).wait(),
         lambda handle, root: mp.wait_for_saves(),
         lambda handle, root: mp.save(root / "checkpoint-2", state(), step=2),
         lambda handle, root: mp.save_async(root / "checkpoint-2", state(), step=2),
         lambda handle, root: mp.load(root / "checkpoint-1", state()),
     ],
-    ids=["its handle", "the end", "a save", "the next behind training", "a load"],
+    ids=[
+        "its handle",
+        "the handle of one behind it",
+        "the end",
+        "a save",
+        "the next behind training",
+        "a load",
+    ],
 )
 def test_a_save_behind_training_hurries_once_something_waits_for_it(
     waiting: Callable[[mp.SaveHandle, Path], Any], tmp_path: Path, held: threading.Event

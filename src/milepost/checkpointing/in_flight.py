@@ -72,7 +72,7 @@ class SaveHandle:
 
         `TimeoutError` after `timeout_s` seconds; the save goes on.
         """
-        self.pace.hurry()
+        saves.hurry(self)
         wait([self._future], timeout_s)
         if not self._future.done():
             raise TimeoutError(f"{self.path}: still being written after {timeout_s} s")
@@ -168,6 +168,13 @@ class SaveThread:
         with self._guard:
             self._hurry(len(self._jobs) - left)
             return self._guard.wait_for(lambda: len(self._jobs) <= left, timeout_s)
+
+    def hurry(self, handle: SaveHandle) -> None:
+        """Somebody waits for `handle`, and so for all that go before it."""
+        with self._guard:
+            handles = [job.handle for job in self._jobs]
+            if handle in handles:
+                self._hurry(handles.index(handle) + 1)
 
     def _hurry(self, count: int) -> None:
         """Somebody waits for the first `count` of the saves under way."""

@@ -243,8 +243,8 @@ class SaveRun:
                     extents = self._write(copy.directory, files, led)
                     for number, found in linked.extents.items():
                         extents[number] = found
+                    self.pace.finish()  # before others, who may rest, have written theirs
                     self._handed_over = True
-                self.pace.finish()
 
                 def complete() -> None:
                     if manifest is not None:
