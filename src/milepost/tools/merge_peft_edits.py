@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from milepost.adapters.arithmetic import LowRank, fold, squared_norms
+from milepost.errors import InvalidInputError
 from milepost.tools.rewrite.dtypes import refuse_overflow, torch_type
 from milepost.tools.rewrite.groups import Computed, TensorSpec
 from milepost.tools.rewrite.source import SourceTensor
@@ -244,8 +245,8 @@ def edited_group(
     inputs = dict(tensors)
     keys: dict[tuple[int, str], str] = {}
     for tensor in (t for each in edits.values() for e in each for t in e.inputs.values()):
-        keys[id(tensor.source), tensor.name] = f"{len(keys)} {tensor.name}"
-        inputs[keys[id(tensor.source), tensor.name]] = tensor
+        label = f"{len(keys)} {tensor.name}"
+        inputs[keys.setdefault((id(tensor.source), tensor.name), label)] = tensor
 
     def named(edit: Edit, names: Iterable[str]) -> dict[str, str]:
         return {n: keys[id(edit.inputs[n].source), edit.inputs[n].name] for n in names}
@@ -286,7 +287,7 @@ def _edited(
 ) -> tuple[Tensor, Difference]:
     """The tensor after all changes, and what they did; chunk by chunk, each while it is in cache.
 
-    `InvalidInputError` where a finite value becomes infinite in the stored dtype.
+    `InvalidInputError` where a value becomes infinite or NaN, in the sum or in the stored dtype.
     """
     out = torch.empty(base.shape, dtype=dtype)
     found = Difference()
@@ -311,18 +312,50 @@ def _widened(chunk: Tensor) -> Tensor:
 def _difference(name: str, before: Tensor, total: Tensor, stored: Tensor) -> Difference:
     """Of a chunk: wide values before and after, and after as they are stored.
 
-    A value that became infinite makes the norm of the stored difference so, too: only then are
-    values looked at one by one.
+    A value that is infinite or NaN makes the square of the norm so, too: only then are values
+    looked at one by one.
     """
     delta = _memory.take("delta", before, before.dtype).copy_(stored).sub_(before).view(-1)
     square = float(torch.dot(delta, delta))
     if not math.isfinite(square):
+        _refuse_not_finite(name, before, total)
         refuse_overflow(total, stored, name)
+        return _difference_of_finite(before, total, stored)
     changed = _count_unequal(delta, np.float32(0))
     moved = changed
     if stored.dtype is not total.dtype and total is not before:
-        moved = max(changed, _count_unequal(total.reshape(-1), before.view(-1).numpy()))
+        moved = max(changed, _count_unequal(total.reshape(-1), before.reshape(-1).numpy()))
     return Difference(numel=before.numel(), moved=moved, changed=changed, square=square)
+
+
+def _refuse_not_finite(name: str, before: Tensor, total: Tensor) -> None:
+    """`InvalidInputError` when a sum is infinite or NaN where the base is not."""
+    is_new = ~total.isfinite() & (before.isfinite() | (total.isnan() & ~before.isnan()))
+    lost = int(is_new.sum())
+    if lost:
+        raise InvalidInputError(
+            f"{name}: {lost} values become infinite or NaN that are not so in the base: what "
+            "adapters hold for it is infinite or NaN, too large for sums in "
+            f"{str(total.dtype).removeprefix('torch.')}, or (DoRA) the magnitude of a slice of "
+            "zeros; nothing was written; look at that tensor in the adapters"
+        )
+
+
+def _difference_of_finite(before: Tensor, total: Tensor, stored: Tensor) -> Difference:
+    """As `_difference`, where the base holds infinite values or NaN, or squares are too large.
+
+    NaN that stays NaN is unchanged; the norm is that of the differences that are finite.
+    """
+    changed = moved = _count_changed(stored, before)
+    if stored.dtype is not total.dtype and total is not before:
+        moved = max(changed, _count_changed(total, before))
+    delta = stored.double().sub_(before).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    square = float(delta.square_().sum())
+    return Difference(numel=before.numel(), moved=moved, changed=changed, square=square)
+
+
+def _count_changed(values: Tensor, before: Tensor) -> int:
+    return int(((values != before) & ~(values.isnan() & before.isnan())).sum())
 
 
 def _count_unequal(values: Tensor, others: np.ndarray | np.float32) -> int:

@@ -97,10 +97,12 @@ def dequantise_mx(blocks: Blocks, element: Element) -> Tensor:
 def nvfp4_divisor(amax: Tensor | float) -> Tensor:
     """The global scale of a tensor, or of tensors that share one, by their largest value: fp32.
 
-    Stored values are divided by it (the convention of compressed-tensors); 1 for zeros.
+    Stored values are divided by it (the convention of compressed-tensors); 1 for zeros. It is at
+    most 2^126: larger ones have no inverse that is a normal number, or are infinite.
     """
     largest = torch.as_tensor(amax, dtype=torch.float32)
-    return torch.where(largest > 0, E4M3_MAX * E2M1_MAX / largest, torch.ones_like(largest))
+    divisor = (E4M3_MAX * E2M1_MAX / largest).clamp(max=2.0**126)
+    return torch.where(largest > 0, divisor, torch.ones_like(largest))
 
 
 def quantise_nvfp4(weight: Tensor, divisor: Tensor, scales: Scales) -> Blocks:
@@ -168,7 +170,9 @@ def _square_amax(values: Tensor) -> Tensor:
 
 
 def _fp8_scale(amax: Tensor) -> Tensor:
-    return torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    """That by the maximum; 1 for zeros, and where it would be less than the smallest number."""
+    scale = amax / E4M3_MAX
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def _finite(weight: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from milepost.tools.lowp.blocks import (
     nvfp4_power_divisor,
 )
 from milepost.tools.lowp.selection import module_of
-from milepost.tools.lowp.targets import Layout, Target
+from milepost.tools.lowp.targets import Format, Layout, Target
 from milepost.tools.rewrite.groups import BAND_NBYTES, Computed, Group, TensorSpec
 from milepost.tools.rewrite.sidecars import constant
 from milepost.tools.rewrite.source import SourceTensor
@@ -153,10 +153,12 @@ def _rows_for(
     """How many rows of a weight one row of its codes and of its scales is made of."""
     data, scales = (spec.name for spec in specs)
     if target.has_squares:
-        return {scales: FP8_BLOCK}
+        return {} if len(weight.spec.shape) > 2 else {scales: FP8_BLOCK}
     if weight.axis != 0:
         return {}
-    return {data: 2 if target.format.is_packed else 1, scales: target.format.multiple}
+    is_whole = target.format is Format.FP8  # one scale for all that is contracted
+    block = max(1, weight.spec.shape[0]) if is_whole else target.format.multiple
+    return {data: 2 if target.format.is_packed else 1, scales: block}
 
 
 def _global(weight: Weight, target: Target, scale: SharedScale) -> Computed:

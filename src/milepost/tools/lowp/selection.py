@@ -73,9 +73,11 @@ def is_bank(spec: TensorSpec) -> bool:
 
 
 def is_expert(spec: TensorSpec) -> bool:
-    """Whether a tensor is the weight of one expert's projection."""
+    """Whether a tensor is the weight of one expert's projection, a matrix."""
     found = EXPERT.fullmatch(spec.name)
-    return found is not None and found["leaf"] in _PROJECTIONS and found["kind"] == "weight"
+    if found is None or len(spec.shape) != 2:
+        return False
+    return found["leaf"] in _PROJECTIONS and found["kind"] == "weight"
 
 
 def select(
