@@ -13,7 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import milepost as mp
-from milepost.errors import DamagedError, InvalidInputError, UnencodableError
+from milepost.errors import (
+    DamagedError,
+    InvalidInputError,
+    KeyMismatchError,
+    LoadTornError,
+    UnencodableError,
+)
 from tests.states import same
 from tests.worlds import run_world
 
@@ -457,14 +463,21 @@ def test_a_file_of_stock_lightning_gives_the_module_that_lightning_gives(tmp_pat
     assert same(dict(ours.state_dict()), dict(stock.state_dict()))
 
 
-def test_damage_is_found_before_a_module_is_built(tmp_path: Path) -> None:
-    fit(tmp_path, 1, module=lambda: Sized(8))
-    file = tmp_path / "epoch=0.ckpt" / "model.safetensors"
+def flip_a_bit_of(file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(bytes(raw))
-    with pytest.raises(DamagedError):
-        load_from_checkpoint(Sized, file.parent, verify=mp.Verify.DIGESTS)
+
+
+def test_damage_is_found_before_a_module_is_built(tmp_path: Path) -> None:
+    fit(tmp_path, 1, module=lambda: Sized(8))
+    path = tmp_path / "epoch=0.ckpt"
+    for verify in mp.Verify:
+        load_from_checkpoint(Sized, path, verify=verify)
+    flip_a_bit_of(path / "model.safetensors")
+    for verify in (mp.Verify.DIGESTS, mp.Verify.WHILE_READING):
+        with pytest.raises(DamagedError):
+            load_from_checkpoint(Sized, path, verify=verify)
     mp.save(tmp_path / "checkpoint-1", {"model": nn.Linear(2, 2)}, step=1)
     with pytest.raises(mp.errors.CheckpointError, match="lightning"):
         load_from_checkpoint(Sized, tmp_path / "checkpoint-1")
@@ -491,6 +504,39 @@ def test_one_process_builds_a_module_from_the_checkpoint_of_a_sharded_run(tmp_pa
     assert module.hparams["factor"] == 2.0
     found = {name: param.detach() for name, param in module.named_parameters()}
     assert found and same(found, {name: first[name] for name in found})
+    with pytest.raises(KeyMismatchError, match="extra"):
+        load_from_checkpoint(Deeper, path)
+    with pytest.raises(KeyMismatchError, match="extra"):
+        load_from_checkpoint(Lenient, path, strict=True)
+    for filled in (
+        load_from_checkpoint(Deeper, path, strict=False),
+        load_from_checkpoint(Lenient, path),
+    ):
+        part = dict(filled.named_parameters())
+        assert len(part) > len(found) and same({name: part[name] for name in found}, found)
+    for verify in mp.Verify:
+        load_from_checkpoint(Whole, path, verify=verify)
+    flip_a_bit_of(next(path.glob("model*.safetensors")))
+    with pytest.raises(DamagedError):
+        load_from_checkpoint(Whole, path, verify=mp.Verify.DIGESTS)
+    with pytest.raises(LoadTornError):
+        load_from_checkpoint(Whole, path, verify=mp.Verify.WHILE_READING)
+
+
+class Deeper(Whole):
+    """With a layer that no checkpoint has."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.extra = nn.Linear(2, 2)
+
+
+class Lenient(Deeper):
+    """It says of itself that it may be filled in part."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__(factor)
+        self.strict_loading = False
 
 
 def sharded_whole_rank(rank: int, world_size: int, path: Path) -> dict[str, Any]:

@@ -309,6 +309,9 @@ def load_from_checkpoint(
     `weights_only` changes nothing. The module's `on_load_checkpoint` sees no states of optimizers,
     and of a run with `MilepostStrategy` no weights; the module must then be one that one process
     can build. A file that Lightning wrote is read too. Not collective.
+
+    With `verify=Verify.WHILE_READING`, damage in the weights of a run with `MilepostStrategy` is
+    found as the module is filled (`LoadTornError`), in others before it is built (`DamagedError`).
     """
     path = Path(checkpoint_path)
     keywords["weights_only"] = False  # of bytes that are made here
@@ -321,17 +324,25 @@ def load_from_checkpoint(
     checkpoint = tree["checkpoint"]
     checkpoint.pop(_OPTIMIZERS, None)
     if tree["is_sharded"]:
-        return _from_shards(cls, path, checkpoint, keywords)
-    checkpoint[_STATE_DICT] = {**Checkpoint.open(path).read_weights(), **tree["extra"]}
+        left = verify if verify is Verify.WHILE_READING else Verify.SIZES  # digests are proven now
+        return _from_shards(cls, path, checkpoint, left, keywords)
+    opened = Checkpoint.open(path)
+    if verify is Verify.WHILE_READING:
+        require_ok(opened)
+    checkpoint[_STATE_DICT] = {**opened.read_weights(), **tree["extra"]}
     return cls.load_from_checkpoint(as_file(checkpoint), **keywords)  # type: ignore[no-any-return]
 
 
 def _from_shards(
-    cls: type[_Module], path: Path, checkpoint: dict[str, Any], keywords: dict[str, Any]
+    cls: type[_Module],
+    path: Path,
+    checkpoint: dict[str, Any],
+    verify: Verify,
+    keywords: dict[str, Any],
 ) -> _Module:
     """Lightning builds the module, and it is filled where it lies."""
     is_module = issubclass(cls, LightningModule)
-    is_strict = keywords.pop("strict", None) is not False
+    strict = keywords.pop("strict", None)
     device = keywords.pop("map_location", None)
     file = as_file({**checkpoint, _STATE_DICT: {}})
     with warnings.catch_warnings():
@@ -341,6 +352,7 @@ def _from_shards(
         )
     if is_module:
         module: Any = made if device is None else made.to(device)
+        is_strict = module.strict_loading if strict is None else strict
         with alone():
             load(
                 path,
@@ -348,6 +360,7 @@ def _from_shards(
                 missing=Missing.ERROR if is_strict else Missing.KEEP,
                 unexpected=Unexpected.ERROR if is_strict else Unexpected.IGNORE,
                 rng=RngRestore.LATER,
+                verify=verify,
             )
     return made
 
