@@ -7,7 +7,7 @@ its part of the weight alone: the factors of its experts, or the inputs or outpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,7 +69,8 @@ def _part(factor: torch.Tensor, dim: int, weight: DTensor) -> torch.Tensor:
 def compute_in_groups(model: nn.Module) -> None:
     """Takes over the adapters of fused experts of a model that is not cut yet.
 
-    `ValueError` for experts of an unknown layout, or with grouped adapters of their own.
+    `ValueError` for experts of an unknown layout, or with grouped adapters of their own, and for
+    an adapter of what is no projection of them, such as a bias.
     """
     for name, module in expert_modules(model):
         wrappers = {wrapper.parameter_name: wrapper for wrapper in _wrappers(module)}
@@ -85,8 +86,19 @@ def compute_in_groups(model: nn.Module) -> None:
             raise ValueError(
                 f"target_parameters and expert_projections both adapt {name}: use one of them"
             )
+        _require_projections(name, base, wrappers)
         added = {key: _JoinedFactors(wrapper) for key, wrapper in wrappers.items()}
         module.forward = AdaptedExperts(base, added)
+
+
+def _require_projections(name: str, base: Any, wrappers: Mapping[str, Any]) -> None:
+    projections = ("gate_up_proj" if base.has_gate else "up_proj", "down_proj")
+    for key, wrapper in wrappers.items():
+        if key not in projections or wrapper.get_param().ndim != 3:
+            raise ValueError(
+                f"target_parameters: {key} of {name} is no projection of its experts, which are "
+                f"{', '.join(projections)}: leave it out, or use tp_size: 1 and ep_size: 1"
+            )
 
 
 def require_experts_alone(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,36 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import (
+    DogeConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXJapaneseConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MistralConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    StableLmConfig,
+)
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from milepost_trainer.parallel import MeshSizes, build
 from milepost_trainer.parallel.ulysses import ulysses_attention, use_ulysses
 from tests.worlds import run_world
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 8, 6
 WINDOWS = [None, 1, 3, 20]
+WITHOUT_EFFECT: dict[str, Any] = {
+    "position_ids": torch.arange(4)[None],
+    "use_cache": False,
+    "output_router_logits": False,
+    "output_attentions": False,
+    "is_causal": True,
+    "cu_seq_lens_q": None,
+    "softcap": None,
+}
 
 
 def whole_inputs(key_heads: int) -> list[torch.Tensor]:
@@ -87,7 +110,9 @@ def without_sinks(rank: int, world_size: int) -> list[torch.Tensor]:
     module: Any = nn.Module()
     module.context_group = dist.group.WORLD
     return [
-        ulysses_attention(module, query, key, value, None, sliding_window=window)[0]
+        ulysses_attention(module, query, key, value, None, sliding_window=window, **WITHOUT_EFFECT)[
+            0
+        ]
         for window in WINDOWS
     ]
 
@@ -123,3 +148,107 @@ def capped(rank: int, world_size: int) -> str:
 def test_attention_whose_logits_are_capped_is_refused() -> None:
     for message in run_world(2, capped):
         assert "self_attn of Gemma2ForCausalLM caps its logits" in message
+
+
+def small(kind: type[PreTrainedConfig], **settings: Any) -> PreTrainedConfig:
+    common: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    return kind(**{**common, **settings})
+
+
+QWEN2_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+}
+COMPUTED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "a layer's own window": lambda: small(Qwen2MoeConfig, **QWEN2_MOE, sliding_window=2),
+    "no layer with a window": lambda: small(
+        Qwen2MoeConfig, **QWEN2_MOE, sliding_window=2, layer_types=["full_attention"] * 2
+    ),
+    "a window that is passed on": lambda: small(MistralConfig, sliding_window=2),
+    "positions that are passed on": lambda: small(StableLmConfig),
+    "no window": lambda: small(PhimoeConfig, num_local_experts=4, sliding_window=None),
+}
+REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "PhimoeAttention has a window of 2 in its mask": lambda: small(
+        PhimoeConfig, num_local_experts=4, sliding_window=2
+    ),
+    "DogeForCausalLM has no attention that says whether": lambda: small(DogeConfig),
+    "GPTNeoXJapaneseForCausalLM has no attention that says whether": lambda: small(
+        GPTNeoXJapaneseConfig
+    ),
+    "layers of the kind conv": lambda: small(Lfm2Config, layer_types=["conv", "full_attention"]),
+    "layers of the kind chunked_attention": lambda: small(
+        Llama4TextConfig, num_local_experts=2, intermediate_size_mlp=16, attention_chunk_size=2
+    ),
+}
+
+
+def loss_of(config: PreTrainedConfig, sizes: MeshSizes) -> float:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(3, 32, (ROWS, LENGTH), generator=generator)
+    return build(config, sizes).evaluate({"input_ids": rows, "labels": rows})
+
+
+def each_model(rank: int, world_size: int) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name, config in {**COMPUTED, **REFUSED}.items():
+        try:
+            found[name] = loss_of(config(), MeshSizes(cp=world_size))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_model_is_computed_as_in_one_process_or_refused() -> None:
+    alone = {name: loss_of(config(), MeshSizes()) for name, config in COMPUTED.items()}
+    assert abs(alone["a layer's own window"] - alone["no layer with a window"]) > 1e-4
+    for found in run_world(2, each_model):
+        for name, loss in alone.items():
+            assert found[name] == pytest.approx(loss, rel=1e-5), name
+        for message in REFUSED:
+            assert message in str(found[message]) and "use cp=1" in str(found[message])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "is called with position_bias"),
+        ({"sinks": torch.zeros(HEADS)}, "is called with sinks"),
+        ({"softcap": 50.0}, "is called with softcap"),
+        ({"indices": torch.zeros(1)}, "is called with indices"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "is called with cu_seq_lens_q"),
+        ({"is_causal": False}, "is called with is_causal"),
+        ({"output_attentions": True}, "is called with output_attentions"),
+        ({"attention_mask": torch.zeros(1)}, "makes a mask of its own"),
+    ],
+)
+def test_what_a_module_asks_of_its_attention_is_done_or_refused(
+    given: dict[str, Any], message: str
+) -> None:
+    query, key, value, *_ = whole_inputs(2)
+    with pytest.raises(ValueError, match=f"Module {message}, which context parallelism"):
+        ulysses_attention(nn.Module(), query, key, value, **{"attention_mask": None, **given})
+
+
+def test_sinks_that_a_module_keeps_to_itself_are_refused() -> None:
+    query, key, value, *_ = whole_inputs(2)
+    module = nn.Module()
+    module.sinks = nn.Parameter(torch.zeros(HEADS))
+    with pytest.raises(ValueError, match="has sinks that it does not pass on"):
+        ulysses_attention(module, query, key, value, None)

@@ -192,8 +192,8 @@ def test_another_cut_takes_it_over_with_the_same_values(
         assert same(by_bits(learning), by_bits(adapter_of(end)))
 
 
-def put_on(settings: dict[str, Any], sizes: MeshSizes) -> None:
-    model = whole_model(config_of("qwen3-moe"), Head.LANGUAGE_MODEL, 0, torch.float32, None)
+def put_on(settings: dict[str, Any], sizes: MeshSizes, family: str = "qwen3-moe") -> None:
+    model = whole_model(config_of(family), Head.LANGUAGE_MODEL, 0, torch.float32, None)
     adapter(LoraSettings(**settings), sizes, seed=0)(model)
 
 
@@ -207,6 +207,22 @@ def test_adapters_of_parameters_that_a_mesh_has_no_rule_for_are_refused() -> Non
         put_on(both, MeshSizes(dp_shard=2, ep=2))
     with pytest.raises(ValueError, match="leave out expert_tp_size"):
         put_on(PARAMETERS, MeshSizes(dp_shard=2, etp=2))
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp_shard": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("bias", ["gate_up_proj_bias", "down_proj_bias"])
+def test_an_adapter_of_a_bias_of_experts_is_refused_where_it_would_be_left_out(
+    bias: str, mesh: dict[str, int]
+) -> None:
+    both: dict[str, Any] = {
+        "r": 2,
+        "target_parameters": ["mlp.experts.down_proj", f"mlp.experts.{bias}"],
+    }
+    with pytest.raises(ValueError, match=rf"target_parameters: {bias} of .*layers\.0.* no proj"):
+        put_on(both, MeshSizes(**mesh), "gpt-oss")
+    put_on(both, MeshSizes(dp_shard=2), "gpt-oss")
+    alone = {**both, "target_parameters": ["mlp.experts.down_proj"]}
+    put_on(alone, MeshSizes(**mesh), "gpt-oss")
 
 
 def test_the_newest_of_a_run_is_an_adapter_or_merged_weights(runs: Runs) -> None:

@@ -15,6 +15,16 @@ from torch import nn
 from transformers import AttentionInterface
 
 NAME = "ulysses"
+_KNOWN_LAYERS = ("full_attention", "sliding_attention")
+# What models pass on to their attention that says nothing about it.
+_WITHOUT_EFFECT = (
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+)
+_ONLY_VALUES = {"is_causal": True, "output_attentions": False}
 
 
 class _Swap(torch.autograd.Function):
@@ -57,16 +67,18 @@ def ulysses_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of `(rows, heads, length / cp, head_dim)` over the whole length.
 
-    With a `sliding_window`, a column sees as many, itself the last of them. `s_aux` `(heads,)` are
-    attention sinks. Returns `(rows, length / cp, heads, head_dim)`. Collective over the group of
-    the module.
+    With a `sliding_window`, given or of the module, a column sees as many, itself the last of them.
+    `s_aux` `(heads,)` are attention sinks. Returns `(rows, length / cp, heads, head_dim)`.
+    Collective over the group of the module. `ValueError`, before anything is sent, for attention
+    that this is not: with a mask, with other keywords, without the window or the sinks of a model.
     """
+    sliding_window = _window_size(module, keywords)
+    _require_computed(module, attention_mask, s_aux, keywords)
     group: Any = module.context_group
     heads = query.shape[1]
     if key.shape[1] % group.size():
@@ -89,6 +101,50 @@ def ulysses_attention(
         output = _attention_with_sinks(query, key, value, sinks, window, scaling, dropout)
     output = _swapped(output, group, 2, 1)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _window_size(module: Any, keywords: dict[str, Any]) -> int | None:
+    """The window of a layer, taken out of `keywords`; its own where it passes a mask only."""
+    if "sliding_window" in keywords:
+        given: int | None = keywords.pop("sliding_window")
+        return given
+    own: int | None = getattr(module, "sliding_window", None)
+    if own is None and _is_windowed(module):
+        raise _not_computed(module, f"has a window of {module.config.sliding_window} in its mask")
+    return own
+
+
+def _is_windowed(module: Any) -> bool:
+    """Whether the configuration gives this layer a window."""
+    config = getattr(module, "config", None)
+    if not getattr(config, "sliding_window", None) or not getattr(
+        config, "use_sliding_window", True
+    ):
+        return False
+    kinds = getattr(config, "layer_types", None)
+    return kinds is None or kinds[module.layer_idx] == "sliding_attention"
+
+
+def _require_computed(
+    module: Any,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    keywords: dict[str, Any],
+) -> None:
+    if mask is not None:
+        raise _not_computed(module, "makes a mask of its own")
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise _not_computed(module, "has sinks that it does not pass on")
+    for name, value in keywords.items():
+        is_only = name in _ONLY_VALUES and value is _ONLY_VALUES[name]
+        if value is not None and name not in _WITHOUT_EFFECT and not is_only:
+            raise _not_computed(module, f"is called with {name}")
+
+
+def _not_computed(module: nn.Module, what: str) -> ValueError:
+    return ValueError(
+        f"{type(module).__name__} {what}, which context parallelism does not compute: use cp=1"
+    )
 
 
 def _window(query: torch.Tensor, size: int | None) -> torch.Tensor:
@@ -130,6 +186,7 @@ def use_ulysses(model: nn.Module, group: dist.ProcessGroup, *, tp: int) -> None:
             f"cp={group.size()} must divide the {heads} attention heads of a rank "
             f"({config.num_attention_heads} heads, tp={tp})"
         )
+    _require_attention_alone(model)
     for name, module in model.named_modules():
         if not hasattr(module, "is_causal"):
             continue
@@ -144,6 +201,21 @@ def use_ulysses(model: nn.Module, group: dist.ProcessGroup, *, tp: int) -> None:
                 "does not: use cp=1"
             )
         module.context_group = group
+
+
+def _require_attention_alone(model: Any) -> None:
+    """`ValueError` for layers that join columns in other ways than by attention of this kind."""
+    kinds = set(getattr(model.config, "layer_types", None) or ()) - set(_KNOWN_LAYERS)
+    if kinds:
+        raise ValueError(
+            f"{type(model).__name__} has layers of the kind {', '.join(sorted(kinds))}, which "
+            "context parallelism does not compute: use cp=1"
+        )
+    if not any(hasattr(module, "is_causal") for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no attention that says whether it is causal, which "
+            "context parallelism needs: use cp=1"
+        )
 
 
 def slice_of_sequence(tensor: torch.Tensor, size: int, place: int) -> torch.Tensor:
