@@ -55,6 +55,7 @@ from milepost.tools.rewrite.source import SourceTensor
 
 _BALANCING = re.compile(r"(e_score_correction_bias|expert_bias|balancing_biases|router_bias)$")
 _PICKED_NBYTES = 16 * 2**20
+_ROW_ELEMENT_NBYTES = 6 * 8
 _TOKENIZER_FILES = re.compile(
     r"^(tokenizer.*|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|chat_template.*|spiece\.model|.*\.tiktoken)$"
@@ -134,7 +135,8 @@ class _Merge:
     def _options(self, inputs: int, given: RewriteOptions | None) -> RewriteOptions:
         """With memory for every thread, unless the caller said how much."""
         options = given or RewriteOptions()
-        room = options.threads * (_chunks_nbytes(CHUNK_NUMEL, inputs) + _PICKED_NBYTES)
+        chunks = _chunks_nbytes(self._recipe.definition, CHUNK_NUMEL, inputs)
+        room = options.threads * (chunks + _PICKED_NBYTES)
         return replace(options, memory_nbytes=options.memory_nbytes or room)
 
     def _arguments(self) -> dict[str, Any]:
@@ -376,9 +378,12 @@ def _flat(tensor: SourceTensor) -> Flat:
     return Flat(tensor.stored.torch_dtype(), tensor.stream)
 
 
-def _chunks_nbytes(numel: int, inputs: int) -> int:
-    """Memory of one thread that goes over so many inputs."""
-    return 4 * numel * (3 * inputs + 6)
+def _chunks_nbytes(method: Method, numel: int, inputs: int) -> int:
+    """Memory of one thread that goes over so many inputs, `numel` elements at a time.
+
+    Rows are ranked in 64 bits: sizes with places, places alone, ranks, and what limits are made of.
+    """
+    return numel * (4 * (3 * inputs + 6) + (_ROW_ELEMENT_NBYTES if method.by_row else 0))
 
 
 def _memory_nbytes(
@@ -388,7 +393,7 @@ def _memory_nbytes(
     numel, chunk = prod(spec.shape), CHUNK_NUMEL
     if method.by_row:
         chunk = max(chunk, prod(spec.shape[1:]) if len(spec.shape) > 1 else numel)
-    held = _chunks_nbytes(min(numel, chunk), len(inputs))
+    held = _chunks_nbytes(method, min(numel, chunk), len(inputs))
     held += sum(tensor.held_nbytes for tensor in inputs)
     if alignment is not None:
         held += sum(2 * tensor.nbytes for tensor in inputs)

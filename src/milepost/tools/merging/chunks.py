@@ -36,7 +36,8 @@ _rooms = _Rooms()
 def room(use: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory of this thread for one `use`: the same every time, and what was in it is lost.
 
-    Fresh memory would cost more, page by page, than most operations on it.
+    Fresh memory would cost more, page by page, than most operations on it. What chunks above
+    `CHUNK_NUMEL` needed is given back when a pass over them ends.
     """
     numel = prod(shape)
     held = _rooms.held.get((use, dtype))
@@ -101,17 +102,21 @@ class Inputs:
         itemsize = max(each.dtype.itemsize for each in flats)
         raw = room("stored", length * itemsize, dtype=torch.uint8)
         memory = memory_of(raw)
-        for start in range(0, numel, max(1, length)):
-            count = min(length, numel - start)
-            rows = room("values", len(flats), -(-count // every))
-            for row, each, stream in zip(rows, flats, streams, strict=True):
-                nbytes = count * each.dtype.itemsize
-                stream.read_into(memory[:nbytes])
-                row.copy_(raw[:nbytes].view(each.dtype)[::every])
-            if self.base is None:
-                yield Chunk(rows, None)
-            else:
-                yield Chunk(rows[:-1].sub_(rows[-1]), rows[-1])
+        try:
+            for start in range(0, numel, max(1, length)):
+                count = min(length, numel - start)
+                rows = room("values", len(flats), -(-count // every))
+                for row, each, stream in zip(rows, flats, streams, strict=True):
+                    nbytes = count * each.dtype.itemsize
+                    stream.read_into(memory[:nbytes])
+                    row.copy_(raw[:nbytes].view(each.dtype)[::every])
+                if self.base is None:
+                    yield Chunk(rows, None)
+                else:
+                    yield Chunk(rows[:-1].sub_(rows[-1]), rows[-1])
+        finally:
+            if length > CHUNK_NUMEL:
+                _rooms.held.clear()  # no other tensor needs as much, and other threads may
 
 
 def added(rows: Tensor, out: Tensor) -> Tensor:
