@@ -100,7 +100,7 @@ def _check_free(target: Path, to: ExportTarget) -> None:
 def _check_source(checkpoint: Checkpoint, to: ExportTarget, training_state: TrainingState) -> None:
     """`DamagedError` when bytes that are to be exported are not those that were saved.
 
-    Weights that go to a directory are proven while they are copied.
+    Weights that go to a directory are proven where they are opened and copied.
     """
     if isinstance(checkpoint, DirectoryCheckpoint):
         unread = _unread(checkpoint, to, training_state)
@@ -136,5 +136,12 @@ def _unread(
     if to is ExportTarget.DIRECTORY:
         unread |= weights
     if training_state is TrainingState.LEAVE_OUT:
-        unread |= listed - weights - needs
+        unread |= listed - weights - needs - _index_of(checkpoint)
     return unread
+
+
+def _index_of(checkpoint: DirectoryCheckpoint) -> set[str]:
+    """The name of the index of the weights, by which they are read."""
+    if not checkpoint.manifest.models:
+        return set()
+    return {checkpoint.weights().index_path.relative_to(checkpoint.path).as_posix()}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from milepost.checkpointing.files import PlannedFile
 from milepost.engine.write import Durability, WriteOptions
 from milepost.errors import InvalidInputError
@@ -39,7 +41,6 @@ def export_directory(
                 "max_shard_size": max_shard_size,
                 "training_state": training_state.value,
             },
-            stem=_stem(source),
         )
         if checkpoint.info.step is None:
             rewrite.carried().notes.append("the source records no step; this directory says 0")
@@ -62,12 +63,6 @@ def export_directory(
         nbytes=report.nbytes,
         notes=report.notes,
     )
-
-
-def _stem(source: Source) -> str:
-    """The stem of the weights: that of the source where it is one that loaders know."""
-    is_known = source.set is not None and source.set.stem in ("model", "adapter_model")
-    return source.set.stem if source.set is not None and is_known else "model"
 
 
 def _owner_of_state(checkpoint: Checkpoint) -> DirectoryCheckpoint:
@@ -93,4 +88,8 @@ def _add_state(source: Manifest, manifest: Manifest) -> None:
     """What the manifest of the source says of its training state and of further models."""
     manifest.state, manifest.exactness, manifest.mesh = source.state, source.exactness, source.mesh
     manifest.fingerprint = source.fingerprint
+    for key, entry in manifest.models.items():
+        known = source.models.get(key)
+        if known is not None:  # an adapter beside merged weights goes along, too
+            manifest.models[key] = msgspec.structs.replace(entry, adapter=known.adapter)
     manifest.models |= {key: e for key, e in source.models.items() if key not in manifest.models}

@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from milepost.checkpointing.files import PlannedFile, document_file
 from milepost.checkpointing.numbers import recorded_metrics
 from milepost.checkpointing.provenance import writer
@@ -25,6 +27,7 @@ from milepost.layouts.directory import PRIMARY, DirectoryCheckpoint
 from milepost.tools.carried import Carried
 from milepost.tools.rewrite.cards import related
 from milepost.tools.rewrite.dtypes import FLOATS
+from milepost.tools.rewrite.lone_adapter import lone_adapter
 from milepost.tools.rewrite.rewrite import Rewrite
 from milepost.tools.sources import FileRange
 
@@ -125,13 +128,8 @@ def manifest_of(rewrite: Rewrite, carried: Carried) -> Manifest:
     main = rewrite.sources[0]
     info = main.checkpoint.info
     is_directory = isinstance(main.checkpoint, DirectoryCheckpoint)
-    key = PRIMARY
-    if isinstance(main.checkpoint, DirectoryCheckpoint) and main.checkpoint.manifest.models:
-        key = main.checkpoint.model_keys()[0]
+    key, entry = _model(rewrite, huggingface=CONFIG in carried.names)
     config = info.model_config
-    entry = ModelEntry(
-        prefix="", stem=rewrite.stem, huggingface=CONFIG in carried.names, tied=rewrite.ties
-    )
     return Manifest(
         checkpoint_id=uuid.uuid4().hex,
         parent_id=info.checkpoint_id,
@@ -148,6 +146,23 @@ def manifest_of(rewrite: Rewrite, carried: Carried) -> Manifest:
         notes=list(carried.notes),
         provenance=_provenance(rewrite),
     )
+
+
+def _model(rewrite: Rewrite, *, huggingface: bool) -> tuple[str, ModelEntry]:
+    """The key of the model and what the manifest says of it.
+
+    Where all names and shapes stay, so does what says which parameters lie there: views, and what
+    a lone adapter is.
+    """
+    entry = ModelEntry(prefix="", stem=rewrite.stem, huggingface=huggingface, tied=rewrite.ties)
+    checkpoint = rewrite.sources[0].checkpoint
+    if not isinstance(checkpoint, DirectoryCheckpoint) or not checkpoint.manifest.models:
+        return PRIMARY, entry
+    key = checkpoint.model_keys()[0]
+    if not rewrite.keeps_names:
+        return key, entry
+    views, adapter = checkpoint.model_entry(key).views, lone_adapter(checkpoint)
+    return key, msgspec.structs.replace(entry, views=views, adapter=adapter)
 
 
 def _provenance(rewrite: Rewrite) -> dict[str, Any]:

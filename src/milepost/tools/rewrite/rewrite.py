@@ -14,6 +14,7 @@ from milepost.plan.part_names import Numbered, PartNaming
 from milepost.tools.carried import Carried, carried_files
 from milepost.tools.rewrite.cards import Relation
 from milepost.tools.rewrite.groups import Copied, Group
+from milepost.tools.rewrite.lone_adapter import extra_files
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import Source
 
@@ -41,6 +42,7 @@ class Rewrite:
     the verb found wrong; the frame adds its own and raises them together.
 
     Files of `Parts.SPLIT` are called as `naming` says; those of experts by rank have one for each.
+    `stem` is theirs, by default that of the first source where loaders know it, else `model`.
     `arguments`, plain JSON values, stand in the provenance of the output. `counts` are told in the
     report (`{"experts": 128}`), `notes` too. `relation` is written into the card. `extra` are
     further files of the output; `edit_manifest` may change the manifest before files are listed in
@@ -59,7 +61,7 @@ class Rewrite:
     tied: Mapping[str, str] | None = None
     parts: Parts = Parts.SPLIT
     naming: PartNaming = field(default_factory=Numbered)
-    stem: str = "model"
+    stem: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: Problems = field(default_factory=Problems)
@@ -67,6 +69,9 @@ class Rewrite:
     extra: Sequence[PlannedFile] = ()
     edit_manifest: Callable[[Manifest], None] | None = None
     before_publish: Callable[[Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.stem = self.stem or self.sources[0].stem
 
     @property
     def ties(self) -> dict[str, str]:
@@ -76,8 +81,18 @@ class Rewrite:
     def carried(self) -> Carried:
         """Files beside the weights; taken from the first source when the verb gives none."""
         if self.aux is None:
-            self.aux = carried_files(self.sources[0].checkpoint)
+            checkpoint = self.sources[0].checkpoint
+            self.aux = carried_files(checkpoint)
+            for name in extra_files(checkpoint) if self.keeps_names else []:
+                self.aux.paths[name] = checkpoint.path / name
+                self.aux.roles[name] = "weights"
         return self.aux
+
+    @property
+    def keeps_names(self) -> bool:
+        """Whether the output has the tensors of the first source by name and shape."""
+        made = {spec.name: tuple(spec.shape) for group in self.groups for spec in group.outputs}
+        return made == {name: tensor.shape for name, tensor in self.sources[0].tensors.items()}
 
     @property
     def unchanged(self) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from milepost.adapters.kinds import ADAPTER_STEM
 from milepost.engine.read import StoredTensor
 from milepost.engine.source import memory_of
 from milepost.errors import InvalidInputError, NotFoundError
@@ -26,6 +27,7 @@ from milepost.layouts.directory_verify import recorded_extents
 from milepost.layouts.tensor_set import TensorSet
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import needed_sidecars
+from milepost.tools.rewrite.proof import prove_layout
 from milepost.tools.rewrite.streams import (
     FileStream,
     MemoryStream,
@@ -114,7 +116,7 @@ class SourceTensor:
         if self.path is None or self.start is None:
             return self._read_rows(first, end)
         begin, stop = self.start + first, self.start + end
-        extents = self.source.extents_within(self.path, begin, stop)
+        extents = self.source.extents_over(self.path, begin, stop)
         return FileStream(
             self.source.files, self.path, begin, stop, what=self.name, extents=extents
         )
@@ -147,6 +149,8 @@ class Source:
             self.set.require_loadable()
         self.is_ep_sharded = self.set is not None and self.set.is_ep_sharded
         self.tensors: Mapping[str, SourceTensor] = self._read_headers()
+        if isinstance(checkpoint, DirectoryCheckpoint) and self.set is not None:
+            prove_layout(checkpoint, self.set, self.extents_of)
 
     def __enter__(self) -> Source:
         return self
@@ -219,6 +223,12 @@ class Source:
         return tuple(dict.fromkeys(kind for kind in found if isinstance(kind, str)))
 
     @property
+    def stem(self) -> str:
+        """The stem of its weights where it is one that loaders know, else `model`."""
+        is_known = self.set is not None and self.set.stem in ("model", ADAPTER_STEM)
+        return self.set.stem if self.set is not None and is_known else "model"
+
+    @property
     def needs(self) -> list[str]:
         """Sidecars without which the weights are not what was trained."""
         return needed_sidecars(self.checkpoint)
@@ -256,19 +266,20 @@ class Source:
         """The digests that are recorded for a file, ascending; empty when there are none."""
         return self._recorded.get(path, [])
 
-    def extents_within(self, path: Path, start: int, end: int) -> list[Extent]:
-        """Those of `extents_of` that lie in `[start, end)`."""
-        extents = self.extents_of(path)
-        first = bisect_left(extents, start, key=lambda extent: extent.start)
+    def extents_over(self, path: Path, start: int, end: int) -> list[Extent]:
+        """Those of `extents_of` that have bytes of `[start, end)`."""
+        extents = self.extents_of(path) if start < end else []
+        first = bisect_right(extents, start, key=lambda extent: extent.end)
         last = bisect_left(extents, end, lo=first, key=lambda extent: extent.start)
-        return [extent for extent in extents[first:last] if extent.end <= end]
+        return extents[first:last]
 
 
 def open_source(path: PathLike, *, slices: EpSlices = EpSlices.REFUSE) -> Source:
     """A checkpoint of any layout, or a training checkpoint as it lies: its weights.
 
     `NotFoundError`, `CheckpointIncompleteError` for parts that the index names and that are not
-    there or hold other tensors, `DamagedError` for a torn checkpoint, `FormatError` for
-    `ep_sharded` unless it is taken. No tensor is read.
+    there or hold other tensors, `DamagedError` for a torn checkpoint or one whose index or headers
+    are not those that were saved, `FormatError` for `ep_sharded` unless it is taken. No tensor is
+    read.
     """
     return Source(Checkpoint.open(path), slices)

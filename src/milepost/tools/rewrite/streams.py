@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,6 +13,7 @@ import xxhash
 
 from milepost.engine.read import read_fully
 from milepost.engine.source import memory_of
+from milepost.engine.verify import find_bad_extents
 from milepost.errors import DigestMismatchError, StorageError
 
 if TYPE_CHECKING:
@@ -25,11 +27,13 @@ _HASH_PIECE_NBYTES = 256 * 1024
 
 
 class SourceFiles:
-    """Descriptors of files that are read, opened when first asked for; from any thread."""
+    """Descriptors of files that are read, opened when first asked for, and the extents of them that
+    were proven as a whole; from any thread."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
         self._guard = threading.Lock()
+        self._proven: dict[tuple[Path, int], Future[bool]] = {}
 
     def descriptor(self, path: Path) -> int:
         with self._guard:
@@ -41,6 +45,20 @@ class SourceFiles:
                         f"{path}: {error.strerror}", path=path, number=error.errno
                     ) from error
             return self._descriptors[path]
+
+    def prove(self, path: Path, extent: Extent, what: str) -> None:
+        """Compare all bytes of an extent with its digest, once for all who read a part of it."""
+        own: Future[bool] = Future()
+        with self._guard:
+            proven = self._proven.setdefault((path, extent.start), own)
+        if proven is own:
+            try:
+                own.set_result(not find_bad_extents({path: [extent]}))
+            except BaseException as error:
+                own.set_exception(error)
+                raise
+        if not proven.result():
+            raise not_as_saved(path, extent, what)
 
     def close(self) -> None:
         with self._guard:
@@ -118,8 +136,9 @@ def rows_at_a_time(row_nbytes: int, step: int = 1) -> int:
 class FileStream:
     """The bytes `[start, end)` of a file, read piece by piece in order.
 
-    `extents` are recorded for the file, ascending. Each that lies inside is compared once its last
-    byte was read: `DigestMismatchError` names `what` they are bytes of.
+    `extents` are those recorded for these bytes, ascending. Each that lies inside is compared once
+    its last byte was read, one that reaches out before the first byte is: `DigestMismatchError`
+    names `what` they are bytes of.
     """
 
     def __init__(
@@ -133,12 +152,16 @@ class FileStream:
         extents: Sequence[Extent] = (),
     ) -> None:
         self._path, self._what, self._position = path, what, start
-        self._descriptor = files.descriptor(path)
-        self._extents = [e for e in extents if e.nbytes and e.start >= start and e.end <= end]
+        self._files, self._descriptor = files, files.descriptor(path)
+        inside = [e.start >= start and e.end <= end for e in extents]
+        self._extents = [e for e, whole in zip(extents, inside, strict=True) if whole]
+        self._cut = [e for e, whole in zip(extents, inside, strict=True) if not whole]
         self._extents.reverse()  # the next one is last
         self._hasher = xxhash.xxh3_128()
 
     def read_into(self, view: memoryview) -> None:
+        while self._cut:
+            self._files.prove(self._path, self._cut.pop(), self._what)
         read_fully(self._descriptor, view, self._position, self._path)
         self._compare(view)
         self._position += view.nbytes
@@ -155,11 +178,16 @@ class FileStream:
             if last < extent.end:
                 return
             if self._hasher.digest() != extent.digest:
-                raise DigestMismatchError(
-                    f"{self._path}: {self._what}: bytes {extent.start} to {extent.end} are not "
-                    "those that were saved; nothing was written; use another checkpoint",
-                    path=self._path,
-                )
+                raise not_as_saved(self._path, extent, self._what)
             self._hasher.reset()
             self._extents.pop()
             position = last
+
+
+def not_as_saved(path: Path, extent: Extent, what: str) -> DigestMismatchError:
+    """The error for bytes that are others than those that were saved."""
+    return DigestMismatchError(
+        f"{path}: {what}: bytes {extent.start} to {extent.end} are not those that were saved; "
+        "nothing was written; use another checkpoint",
+        path=path,
+    )
