@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from milepost.engine.rendezvous import MAX_VALUE_NBYTES, Rendezvous, led, together
+from milepost.engine.rendezvous import MAX_VALUE_NBYTES, Rendezvous, clone_store, led, together
 from milepost.engine.verdicts import _classes, pack_error, shared_error, unpack_error
 from milepost.errors import (
     CheckpointError,
@@ -151,6 +151,34 @@ def test_a_rank_that_died_is_named_on_every_other_rank_in_bounded_time() -> None
         message, seconds = outcome.value
         assert "rank 1 has shown no sign of life" in message
         assert seconds < 25
+
+
+def connect_to_a_dead_store(rank: int, world_size: int) -> list[str]:
+    store: Any = dist.distributed_c10d._get_default_store()
+    meet = meeting(rank, world_size)
+    told = []
+    if rank == 0:
+        store.get("connected")  # waits for it
+        os.kill(os.getpid(), signal.SIGKILL)
+    with meet:
+        store.set("connected", b"1")
+        with suppress(RuntimeError):
+            while True:
+                store.check(["anything"])
+        for connect in (lambda: clone_store(store), meet.hand_over):
+            try:
+                connect()
+            except RankError as error:
+                told.append(str(error))
+    return told
+
+
+def test_a_connection_to_a_store_that_died_meanwhile_is_given_up_at_once() -> None:
+    dead, other = run_outcomes(2, connect_to_a_dead_store, deadline_s=90)
+    assert dead.exit_code == -signal.SIGKILL
+    assert other.value is not None, other.error
+    assert len(other.value) == 2, "torch itself tries for half an hour"
+    assert all("the store that the ranks meet in is gone" in text for text in other.value)
 
 
 def come_late(rank: int, world_size: int) -> str:

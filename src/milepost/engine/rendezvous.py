@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -71,13 +72,8 @@ class Rendezvous:
         return self.rank == 0
 
     def __enter__(self) -> Rendezvous:
-        self._look(
-            self._outcome
-        )  # a store that is gone says so here; connecting would go on trying
-        beat = clone_store(self.store)
-        self._thread = threading.Thread(
-            target=self._beat, args=(beat,), name="milepost-heartbeat", daemon=True
-        )
+        self._look(self._outcome)  # a store that is gone says so here
+        self._thread = threading.Thread(target=self._beat, name="milepost-heartbeat", daemon=True)
         self._thread.start()
         return self
 
@@ -94,19 +90,19 @@ class Rendezvous:
     def hand_over(self) -> None:
         """Go on in another thread: through a connection of its own from here on.
 
-        The first one is kept: at rank 0 it may be all that keeps the server alive.
+        The first one is kept: at rank 0 it may be all that keeps the server alive. `RankError` when
+        the store is gone.
         """
         self._first, self.store = self.store, clone_store(self.store)
 
-    def _beat(self, store: KeyValueStore) -> None:
+    def _beat(self) -> None:
         """Say at once that this rank has come, then every now and again that it lives."""
-        count = 0
-        while count == 0 or not self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4)):
-            count += 1
-            try:
+        with suppress(RuntimeError, OSError, RankError):  # gone: who waits on the store will say so
+            store, count = clone_store(self.store), 0
+            while not self._stop.is_set():
+                count += 1
                 store.set(f"{self.topic}/beat/{self.rank}", str(count).encode())
-            except (RuntimeError, OSError):
-                return  # the store is gone; whoever waits on it will say so
+                self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4))
 
     def gather(self, name: str, value: bytes) -> list[bytes]:
         """Every rank's value, in order of rank, at the coordinator; empty elsewhere."""
@@ -342,15 +338,31 @@ def led(talk: Conversation, name: str) -> Iterator[None]:
 
 
 def clone_store(store: KeyValueStore) -> KeyValueStore:
-    """A connection of its own: a blocking call in one thread holds the client's lock."""
+    """A connection of its own: a blocking call in one thread holds the client's lock.
+
+    `RankError` when the store is gone: torch would go on trying to connect for as long as the
+    store's own time limit, often many minutes, in which nobody could call it off.
+    """
     clone = getattr(store, "clone", None)
     if clone is None:
         return store
-    try:
-        copy: KeyValueStore = clone()
-    except (RuntimeError, NotImplementedError):
-        return store
-    return copy
+    found: Future[KeyValueStore] = Future()
+
+    def connect() -> None:
+        try:
+            found.set_result(clone())
+        except (RuntimeError, NotImplementedError):
+            found.set_result(store)
+
+    threading.Thread(target=connect, name="milepost-connect", daemon=True).start()
+    while True:
+        try:
+            return found.result(_LONGEST_PAUSE_S)
+        except TimeoutError:
+            try:
+                store.check(["milepost"])
+            except (RuntimeError, OSError) as error:
+                raise store_gone(error) from error
 
 
 def store_gone(error: BaseException) -> RankError:
