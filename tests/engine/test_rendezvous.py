@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from milepost.engine.rendezvous import MAX_VALUE_NBYTES, Rendezvous, clone_store, led, together
+from milepost.engine.connections import Connections, clone_store
+from milepost.engine.rendezvous import (
+    MAX_VALUE_NBYTES,
+    Rendezvous,
+    led,
+    together,
+)
 from milepost.engine.verdicts import _classes, pack_error, shared_error, unpack_error
 from milepost.errors import (
     CheckpointError,
@@ -179,6 +185,41 @@ def test_a_connection_to_a_store_that_died_meanwhile_is_given_up_at_once() -> No
     assert other.value is not None, other.error
     assert len(other.value) == 2, "torch itself tries for half an hour"
     assert all("the store that the ranks meet in is gone" in text for text in other.value)
+
+
+def talk_often(rank: int, world_size: int) -> int:
+    store: Any = dist.distributed_c10d._get_default_store()
+    clones = []
+
+    class Counting:
+        """The store, counting further connections."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def clone(self) -> Any:
+            clones.append(store.clone())
+            return clones[-1]
+
+    counting: Any = Counting()
+    connections = Connections(counting)
+    for number in range(20):
+        with Rendezvous(
+            counting,
+            rank=rank,
+            world_size=world_size,
+            topic=f"talk-{number}",
+            connections=connections,
+        ) as meet:
+            if number % 2:
+                meet.hand_over()
+            meet.settle("write", None)
+    return len(clones)
+
+
+def test_conversations_use_the_same_connections_again() -> None:
+    # Two, or some more while the resolver lets the first wait for seconds; else there would be 30.
+    assert max(run_world(2, talk_often)) <= 10
 
 
 def come_late(rank: int, world_size: int) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import milepost as mp
 from milepost.checkpointing import agree
 from milepost.checkpointing import world as worlds
-from milepost.engine.rendezvous import KeyValueStore
+from milepost.engine.connections import KeyValueStore
 from tests.worlds import run_world
 
 

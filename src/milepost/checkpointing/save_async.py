@@ -212,6 +212,7 @@ def _finish(
     try:
         with behind:
             with prepared.run.events.failing():
+                prepared.run.talk.hand_over()
                 with together(prepared.run.talk, "copied"):
                     staged.settle()
                     prepared.run.plans = staged.plans()

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from milepost._env import env_int, env_text
+from milepost.engine.connections import Connections
 from milepost.engine.rendezvous import Conversation, Rendezvous, Solo
 from milepost.storage.lease import Owner
 
@@ -30,6 +31,7 @@ class _World:
     """
 
     store: Any
+    connections: Connections
     group: Any = None
     hosts: tuple[int, ...] = ()
     count: int = 0
@@ -66,9 +68,9 @@ def is_distributed() -> bool:
 def _world() -> _World:
     """The caller's thread alone asks: what goes on behind training may outlive the group."""
     global _current
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     if _current is None or _current.store is not store:
-        _current = _World(store)  # a process has one default group at a time
+        _current = _World(store, Connections(store))  # a process has one default group at a time
     return _current
 
 
@@ -88,6 +90,7 @@ def converse() -> Conversation:
         world_size=dist.get_world_size(),
         topic=f"milepost/{world.count}",
         limit_s=float(env_int("MILEPOST_RANK_TIMEOUT_S")),
+        connections=world.connections,
     )
     world.recent.append(talk)
     if len(world.recent) > _KEPT_CONVERSATIONS:
@@ -96,10 +99,10 @@ def converse() -> Conversation:
 
 
 def hand_over(talk: Conversation) -> None:
-    """Let another thread go on with a conversation; its keys stay until `forget_behind`."""
+    """Let another thread go on with a conversation, which begins with `talk.hand_over()` there; its
+    keys stay until `forget_behind`."""
     if isinstance(talk, Rendezvous):
         world = _world()
-        talk.hand_over()
         world.recent.remove(talk)
         world.behind.append(talk)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
+from milepost.engine.connections import Connections, KeyValueStore, store_gone
 from milepost.engine.verdicts import pack_error, shared_error, unpack_error
 from milepost.errors import CheckpointError, RankError, RankTimeoutError, SaveOutcomeUnknownError
 
@@ -24,21 +24,8 @@ DEFAULT_LIMIT_S = 600.0
 _SHORTEST_PAUSE_S = 0.00005
 _PROMPT_S = 0.005
 _LONGEST_PAUSE_S = 0.5
+_PARTING_S = 1.0
 _COMMIT = b"commit"
-
-
-class KeyValueStore(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
-
-    def set(self, key: str, value: bytes, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class Rendezvous:
@@ -56,9 +43,10 @@ class Rendezvous:
         world_size: int,
         topic: str,
         limit_s: float = DEFAULT_LIMIT_S,
+        connections: Connections | None = None,
     ) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
-        self._first = store
+        self._first, self._connections = store, connections or Connections(store)
         self.topic, self.limit_s = topic, limit_s
         self.knows_outcome = True
         """False once the store is gone, or the coordinator fell silent after `claim`: what it was
@@ -85,24 +73,29 @@ class Rendezvous:
     ) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_PARTING_S)  # unless it is still connecting
+        if self.store is not self._first:
+            self._connections.give_back(self.store)
+            self.store = self._first
 
     def hand_over(self) -> None:
-        """Go on in another thread: through a connection of its own from here on.
+        """Go on in this thread: through a connection of its own from here on.
 
         The first one is kept: at rank 0 it may be all that keeps the server alive. `RankError` when
         the store is gone.
         """
-        self._first, self.store = self.store, clone_store(self.store)
+        self.store = self._connections.borrow()
 
     def _beat(self) -> None:
         """Say at once that this rank has come, then every now and again that it lives."""
+        key, count = f"{self.topic}/beat/{self.rank}", 1
         with suppress(RuntimeError, OSError, RankError):  # gone: who waits on the store will say so
-            store, count = clone_store(self.store), 0
-            while not self._stop.is_set():
+            self.store.set(key, b"1")  # before there is another connection, which may take seconds
+            store = self._connections.borrow()
+            while not self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4)):
                 count += 1
-                store.set(f"{self.topic}/beat/{self.rank}", str(count).encode())
-                self._stop.wait(min(HEARTBEAT_S, self.limit_s / 4))
+                store.set(key, str(count).encode())
+            self._connections.give_back(store)
 
     def gather(self, name: str, value: bytes) -> list[bytes]:
         """Every rank's value, in order of rank, at the coordinator; empty elsewhere."""
@@ -335,41 +328,3 @@ def led(talk: Conversation, name: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - where the coordinator's failure becomes everybody's
         failure = error
     talk.announce(name, failure)
-
-
-def clone_store(store: KeyValueStore) -> KeyValueStore:
-    """A connection of its own: a blocking call in one thread holds the client's lock.
-
-    `RankError` when the store is gone: torch would go on trying to connect for as long as the
-    store's own time limit, often many minutes, in which nobody could call it off.
-    """
-    clone = getattr(store, "clone", None)
-    if clone is None:
-        return store
-    found: Future[KeyValueStore] = Future()
-
-    def connect() -> None:
-        try:
-            found.set_result(clone())
-        except (RuntimeError, NotImplementedError):
-            found.set_result(store)
-
-    threading.Thread(target=connect, name="milepost-connect", daemon=True).start()
-    while True:
-        try:
-            return found.result(_LONGEST_PAUSE_S)
-        except TimeoutError:
-            try:
-                store.check(["milepost"])
-            except (RuntimeError, OSError) as error:
-                raise store_gone(error) from error
-
-
-def store_gone(error: BaseException) -> RankError:
-    """The error for a store that does not answer any more."""
-    return RankError(
-        f"the store that the ranks meet in is gone ({str(error).partition(chr(10))[0][:200]}); "
-        "rank 0 or its agent died",
-        rank=0,
-        failed=[0],
-    )

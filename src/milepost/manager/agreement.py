@@ -18,7 +18,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from milepost.engine.rendezvous import Rendezvous, clone_store, store_gone
+from milepost.engine.connections import clone_store, store_gone
+from milepost.engine.rendezvous import Rendezvous
 from milepost.engine.verdicts import pack_error, shared_error, unpack_error
 from milepost.errors import CheckpointError, RankTimeoutError
 
