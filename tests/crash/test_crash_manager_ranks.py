@@ -126,7 +126,7 @@ def check(attempt: WorldAttempt) -> None:
 
 def matrix_of(scratch: Path) -> WorldCrashMatrix:
     matrix = WorldCrashMatrix(
-        begin, go_on, world_size=2, scratch=scratch, limit_s=8, environment=EVERY_RANK_WRITES
+        begin, go_on, world_size=2, scratch=scratch, limit_s=20, environment=EVERY_RANK_WRITES
     )
     names = [{operation.name for operation in of_rank} for of_rank in matrix.operations]
     assert {"link", "rename", "write"} <= names[0] and "write" in names[1]
