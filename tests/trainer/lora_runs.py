@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import milepost as mp
 from milepost_trainer.tokens import byte_level_tokenizer
 from milepost_trainer.training import Run
 from tests.trainer.yaml_runs import LLAMA, MOE, WITHOUT_DROPOUT, config_of
+
+BaseOf = Callable[[str], Path]
+"""The base of a family, of those in `FAMILIES`."""
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]
 EXPERTS = ["gate_up_proj", "down_proj"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,18 @@ from transformers import AutoModelForCausalLM
 import milepost as mp
 from milepost_trainer.balancing import SIDECAR
 from milepost_trainer.training import train
+from tests.marks import slow
 from tests.states import same
 from tests.trainer.lora_runs import (
     EXPERT_LORA,
     LORA,
     MIXED,
+    BaseOf,
     adapter_config,
     adapter_of,
     live_logits,
     logits_of,
     on_base,
-    write_base,
 )
 from tests.trainer.yaml_runs import (
     END,
@@ -35,32 +35,9 @@ from tests.trainer.yaml_runs import (
     losses,
     run,
     run_and_kill,
-    write_text,
 )
 
 MERGED: dict[str, Any] = {"merge_expert_lora_on_save": True}
-BaseOf = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def base_of(tmp_path_factory: pytest.TempPathFactory) -> BaseOf:
-    made: dict[str, Path] = {}
-
-    def base(family: str) -> Path:
-        if family not in made:
-            made[family] = write_base(tmp_path_factory.mktemp("base") / family, family)
-        return made[family]
-
-    return base
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # ---- exact resume
@@ -149,8 +126,9 @@ def test_another_mesh_takes_an_adapter_run_over(
     saved = adapter_of(tmp_path / "killed" / f"checkpoint-{SAVED}")
     moments = contents(tmp_path / "killed" / f"checkpoint-{SAVED}")["state"]["optimizer"]["tensors"]
     base = mp.Checkpoint.open(base_of(family)).read_weights()
+    level = "exact-state" if (before, after) == ("dp_shard2", "cp2") else "resharded"  # same cuts
     for found in look(tmp_path / "killed", text, after, **changes):
-        assert found["step"] == SAVED and found["level"] == "resharded", found["notes"]
+        assert found["step"] == SAVED and found["level"] == level, found["notes"]
         learning = {n: value for n, value in found["weights"].items() if "lora_" in n}
         assert len(learning) == len(saved)
         assert same(sorted_by_bits(learning), sorted_by_bits(saved))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,20 @@ from milepost_trainer.parallel import ParallelModel
 from milepost_trainer.sinks import NEUTRAL_SINK, sinks_of
 from milepost_trainer.tasks import ReferenceTask
 from milepost_trainer.training import Run, train
+from tests.marks import slow
 from tests.states import same
-from tests.trainer.lora_runs import LORA, adapter_config, adapter_of, on_base, token_ids, write_base
+from tests.trainer.lora_runs import (
+    LORA,
+    BaseOf,
+    adapter_config,
+    adapter_of,
+    on_base,
+    token_ids,
+)
 from tests.trainer.task_runs import (
-    TASKS,
     history,
     stopped,
     task_config,
-    write_lines,
 )
 from tests.trainer.test_sinks import GPT_OSS
 from tests.trainer.yaml_runs import END, SAVED, contents
@@ -36,27 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:sentence_transformers.*"),
 ]
-
-
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("files")
-    return {task: write_lines(directory, task) for task in TASKS}
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    directory = tmp_path_factory.mktemp("bases")
-
-    def base(family: str) -> Path:
-        place = directory / family
-        return place if place.is_dir() else write_base(place, family)
-
-    return base
 
 
 # ---- exact resume
@@ -76,14 +60,14 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_a_task_with_adapters_resumes_exactly(
     task: str,
     changes: dict[str, Any],
-    bases: Callable[[str], Path],
-    files: dict[str, Path],
+    base_of: BaseOf,
+    samples: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    changes = {**on_base(bases("llama"), lora=LORA), **changes}
-    train(task_config(tmp_path / "whole", files[task], task, **changes))
-    stopped(tmp_path / "parts", files[task], task, **changes)
-    train(task_config(tmp_path / "parts", files[task], task, **changes))
+    changes = {**on_base(base_of("llama"), lora=LORA), **changes}
+    train(task_config(tmp_path / "whole", samples[task], task, **changes))
+    stopped(tmp_path / "parts", samples[task], task, **changes)
+    train(task_config(tmp_path / "parts", samples[task], task, **changes))
     whole, parts = (tmp_path / name / f"checkpoint-{END}" for name in ("whole", "parts"))
     first = adapter_of(whole.with_name(f"checkpoint-{SAVED}"))
     assert history(parts) == history(whole)
@@ -94,9 +78,9 @@ def test_a_task_with_adapters_resumes_exactly(
 
 @pytest.mark.parametrize("task", ["classification", slow("value"), slow("reward")])
 def test_a_head_learns_beside_adapters(
-    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+    task: str, base_of: BaseOf, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path, files[task], task, **on_base(bases("llama"), lora=LORA)))
+    train(task_config(tmp_path, samples[task], task, **on_base(base_of("llama"), lora=LORA)))
     head = HEADS[task]
     assert adapter_config(tmp_path / f"checkpoint-{END}")["modules_to_save"] == [head]
     first, last = (adapter_of(tmp_path / f"checkpoint-{step}") for step in (SAVED, END))
@@ -104,7 +88,7 @@ def test_a_head_learns_beside_adapters(
     assert not torch.equal(first[name], last[name])
     frozen = {"lora": {"r": 2, "expert_projections": ["down_proj"]}}
     with pytest.raises(ConfigError, match=f"the head {head} would keep its random values"):
-        Run(task_config(tmp_path / "b", files[task], task, **on_base(bases("moe"), **frozen)))
+        Run(task_config(tmp_path / "b", samples[task], task, **on_base(base_of("moe"), **frozen)))
 
 
 # ---- the frozen reference
@@ -127,12 +111,12 @@ def reference_of(run: Run) -> ParallelModel:
 
 @pytest.mark.parametrize("task", ["dpo", slow("kto"), slow("sdpg")])
 def test_the_reference_of_adapters_is_the_base_without_them_also_after_a_resume(
-    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+    task: str, base_of: BaseOf, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = on_base(bases("llama-plain"), lora={**LORA, "lora_dropout": 0.0})
-    stopped(tmp_path, files[task], task, **changes)
-    run = resumed_run(tmp_path, files[task], task, **changes)
-    original = dict(AutoModelForCausalLM.from_pretrained(bases("llama-plain")).named_parameters())
+    changes = on_base(base_of("llama-plain"), lora={**LORA, "lora_dropout": 0.0})
+    stopped(tmp_path, samples[task], task, **changes)
+    run = resumed_run(tmp_path, samples[task], task, **changes)
+    original = dict(AutoModelForCausalLM.from_pretrained(base_of("llama-plain")).named_parameters())
     reference = dict(reference_of(run).named_parameters())
     assert same(reference, {name: reference[name] for name in original})
     assert all(torch.equal(reference[name], value) for name, value in original.items())
@@ -164,9 +148,9 @@ def without_adapters(model: ParallelModel) -> None:
 )
 @pytest.mark.parametrize("task", ["dpo", slow("kto")])
 def test_the_reference_has_its_sinks_as_the_policy_has_them_and_never_trains_them(
-    task: str, changes: dict[str, Any], files: dict[str, Path], tmp_path: Path
+    task: str, changes: dict[str, Any], samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = Run(task_config(tmp_path, files[task], task, model_config=GPT_OSS, **changes))
+    run = Run(task_config(tmp_path, samples[task], task, model_config=GPT_OSS, **changes))
     reference, policy = reference_of(run), run.model
     assert [param for param in reference.parameters() if param.requires_grad] == []
     ours, theirs = sinks_of(policy.modules[0]), sinks_of(reference.modules[0])
@@ -185,13 +169,13 @@ def test_the_reference_has_its_sinks_as_the_policy_has_them_and_never_trains_the
 
 
 def test_a_reference_with_other_sinks_would_have_other_scores(
-    files: dict[str, Path], tmp_path: Path
+    samples: dict[str, Path], tmp_path: Path
 ) -> None:
     """So that rewards of zero show that both have them out."""
     scores = []
     for name, changes in (("reset", {"reset_sinks": True}), ("live", {"sinks": "live"})):
         run = Run(
-            task_config(tmp_path / name, files["dpo"], "dpo", model_config=GPT_OSS, **changes)
+            task_config(tmp_path / name, samples["dpo"], "dpo", model_config=GPT_OSS, **changes)
         )
         batch: Batch = run.batches.next()
         assert isinstance(run.task, ReferenceTask)
@@ -204,13 +188,13 @@ def test_a_reference_with_other_sinks_would_have_other_scores(
 
 @pytest.mark.parametrize("task", ["dpo", *(slow(task) for task in ("sft", "kto", "sdpg"))])
 def test_peft_loads_the_adapter_of_a_task(
-    task: str, bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+    task: str, base_of: BaseOf, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = on_base(bases("llama"), lora=LORA)
-    stopped(tmp_path, files[task], task, **changes)
-    run = resumed_run(tmp_path, files[task], task, **changes)
+    changes = on_base(base_of("llama"), lora=LORA)
+    stopped(tmp_path, samples[task], task, **changes)
+    run = resumed_run(tmp_path, samples[task], task, **changes)
     checkpoint = tmp_path / f"checkpoint-{SAVED}"
-    base = AutoModelForCausalLM.from_pretrained(bases("llama"))
+    base = AutoModelForCausalLM.from_pretrained(base_of("llama"))
     loaded = PeftModel.from_pretrained(base, checkpoint).eval()
     assert adapter_config(checkpoint)["task_type"] == "CAUSAL_LM"
     with torch.no_grad(), run.model.evaluating():
@@ -218,15 +202,15 @@ def test_peft_loads_the_adapter_of_a_task(
 
 
 def test_peft_loads_a_reward_model_with_the_head_that_was_trained(
-    bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+    base_of: BaseOf, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = on_base(bases("llama"), lora={**LORA, "modules_to_save": ["score"]})
-    stopped(tmp_path, files["reward"], "reward", **changes)
-    run = resumed_run(tmp_path, files["reward"], "reward", **changes)
+    changes = on_base(base_of("llama"), lora={**LORA, "modules_to_save": ["score"]})
+    stopped(tmp_path, samples["reward"], "reward", **changes)
+    run = resumed_run(tmp_path, samples["reward"], "reward", **changes)
     checkpoint = tmp_path / f"checkpoint-{SAVED}"
     config = adapter_config(checkpoint)
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    base = AutoModelForSequenceClassification.from_pretrained(bases("llama"), num_labels=1)
+    base = AutoModelForSequenceClassification.from_pretrained(base_of("llama"), num_labels=1)
     base.config.pad_token_id = run.tokenizer.pad_token_id
     loaded = PeftModel.from_pretrained(base, checkpoint).eval()
     with torch.no_grad(), run.model.evaluating():
@@ -237,11 +221,11 @@ def test_peft_loads_a_reward_model_with_the_head_that_was_trained(
 
 @pytest.mark.slow
 def test_an_embedding_model_has_its_adapters_folded_in_and_resumes_unmerged(
-    bases: Callable[[str], Path], files: dict[str, Path], tmp_path: Path
+    base_of: BaseOf, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    changes = on_base(bases("llama"), lora=LORA)
-    stopped(tmp_path, files["embedding"], "embedding", **changes)
-    run = resumed_run(tmp_path, files["embedding"], "embedding", **changes)
+    changes = on_base(base_of("llama"), lora=LORA)
+    stopped(tmp_path, samples["embedding"], "embedding", **changes)
+    run = resumed_run(tmp_path, samples["embedding"], "embedding", **changes)
     sentences: Any = SentenceTransformer(str(tmp_path / f"checkpoint-{SAVED}"), device="cpu")
     with torch.no_grad(), run.model.evaluating():
         found = sentences[0].auto_model(token_ids()).last_hidden_state

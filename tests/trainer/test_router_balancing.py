@@ -29,7 +29,6 @@ from tests.trainer.yaml_runs import (
     look,
     run,
     run_and_kill,
-    write_text,
 )
 
 TRANSIENT: dict[str, Any] = {"model_config": MOE, "moe_balancing": "bias_update_transient"}
@@ -51,11 +50,6 @@ DEEPSEEK: dict[str, Any] = {
 }
 NATIVE: dict[str, Any] = {"model_config": DEEPSEEK, "moe_balancing": "bias_update"}
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def sidecar_of(checkpoint: Path) -> dict[str, torch.Tensor]:

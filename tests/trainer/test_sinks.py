@@ -14,7 +14,7 @@ import milepost as mp
 from milepost_trainer.config import ConfigError
 from milepost_trainer.sinks import KEY, SIDECAR
 from milepost_trainer.training import Run, train
-from tests.trainer.yaml_runs import WITHOUT_DROPOUT, config_of, run, write_text
+from tests.trainer.yaml_runs import WITHOUT_DROPOUT, config_of, run
 
 GPT_OSS: dict[str, Any] = {
     **WITHOUT_DROPOUT,
@@ -27,11 +27,6 @@ GPT_OSS: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def changed_by_a_step(output: Path, text: Path, **changes: Any) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,16 @@ from milepost_trainer.parallel import ParallelModel
 from milepost_trainer.sinks import NEUTRAL_SINK
 from milepost_trainer.tasks import ReferenceTask
 from milepost_trainer.training import Run
+from tests.marks import slow
 from tests.parallel.models import whole
 from tests.states import same
-from tests.trainer.lora_runs import LORA, adapter_of, on_base, write_base
+from tests.trainer.lora_runs import LORA, BaseOf, adapter_of, on_base
 from tests.trainer.task_runs import (
     REFERENCED,
     TASKS,
     history,
     kill_task,
     run_task,
-    write_lines,
     yaml_changes,
 )
 from tests.trainer.test_sinks import GPT_OSS
@@ -36,27 +35,6 @@ from tests.worlds import run_world
 MESHES = ("ddp2", "dp_shard2", "tp2", "cp2", "dp_shard2 ep2", "dp_shard2 tp2")
 QUICK = {("kto", "dp_shard2"), ("classification", "tp2")}
 Weights = dict[str, torch.Tensor]
-
-
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("files")
-    return {task: write_lines(directory, task) for task in TASKS}
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    directory = tmp_path_factory.mktemp("bases")
-
-    def base(family: str) -> Path:
-        place = directory / family
-        return place if place.is_dir() else write_base(place, family)
-
-    return base
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +76,20 @@ def _weights(model: ParallelModel) -> Weights:
 def test_a_task_with_adapters_that_is_killed_ends_like_one_that_never_stopped(
     task: str,
     mesh: str,
-    bases: Callable[[str], Path],
-    files: dict[str, Path],
+    base_of: BaseOf,
+    samples: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    base = bases("moe" if "ep" in mesh else "llama")
+    base = base_of("moe" if "ep" in mesh else "llama")
     changes = on_base(base, lora=LORA)
-    end = run_task(tmp_path / "whole", files[task], task, mesh, **changes)
-    kill_task(tmp_path / "killed", files[task], task, mesh, **changes)
+    end = run_task(tmp_path / "whole", samples[task], task, mesh, **changes)
+    kill_task(tmp_path / "killed", samples[task], task, mesh, **changes)
     if task in REFERENCED:
         stock = dict(AutoModelForCausalLM.from_pretrained(base).named_parameters())
-        for held in held_by_ranks(tmp_path / "killed", files[task], task, mesh, **changes):
+        for held in held_by_ranks(tmp_path / "killed", samples[task], task, mesh, **changes):
             assert held.reference.keys() == stock.keys()
             assert all(torch.equal(held.reference[name], value) for name, value in stock.items())
-    resumed = run_task(tmp_path / "killed", files[task], task, mesh, **changes)
+    resumed = run_task(tmp_path / "killed", samples[task], task, mesh, **changes)
     assert history(resumed) == history(end)  # losses, rewards, whatever else a task measures
     assert same(contents(resumed), contents(end))
     assert same(adapter_of(resumed), adapter_of(end))
@@ -127,18 +105,18 @@ def test_a_task_with_adapters_that_is_killed_ends_like_one_that_never_stopped(
     ids="-".join,
 )
 def test_dpo_beside_sinks_that_is_killed_ends_like_one_that_never_stopped(
-    changes: dict[str, Any], mesh: str, files: dict[str, Path], tmp_path: Path
+    changes: dict[str, Any], mesh: str, samples: dict[str, Path], tmp_path: Path
 ) -> None:
     changes = {"model_config": GPT_OSS, **changes}
-    end = run_task(tmp_path / "whole", files["dpo"], "dpo", mesh, **changes)
-    kill_task(tmp_path / "killed", files["dpo"], "dpo", mesh, **changes)
-    for held in held_by_ranks(tmp_path / "killed", files["dpo"], "dpo", mesh, **changes):
+    end = run_task(tmp_path / "whole", samples["dpo"], "dpo", mesh, **changes)
+    kill_task(tmp_path / "killed", samples["dpo"], "dpo", mesh, **changes)
+    for held in held_by_ranks(tmp_path / "killed", samples["dpo"], "dpo", mesh, **changes):
         sinks = [name for name in held.reference if name.endswith("sinks")]
         assert len(sinks) == 2
         assert all(torch.equal(held.policy[name], held.reference[name]) for name in sinks)
         for name in sinks:
             assert ("reset_sinks" in changes) == bool((held.reference[name] == NEUTRAL_SINK).all())
-    resumed = run_task(tmp_path / "killed", files["dpo"], "dpo", mesh, **changes)
+    resumed = run_task(tmp_path / "killed", samples["dpo"], "dpo", mesh, **changes)
     assert history(resumed) == history(end)
     assert same(contents(resumed), contents(end))
     first, *others = (entry for entry in history(end) if "learning_rate" in entry)

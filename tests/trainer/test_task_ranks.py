@@ -9,6 +9,7 @@ import pytest
 
 from milepost_trainer.config import parse_config
 from milepost_trainer.training import Run
+from tests.marks import slow
 from tests.trainer.task_runs import BERT, TASKS, write_lines, yaml_changes
 from tests.trainer.yaml_runs import MOE, WITHOUT_DROPOUT, ranks_of, yaml_of
 from tests.worlds import run_world
@@ -57,10 +58,6 @@ def compare(directory: Path, mesh: str, tasks: tuple[str, ...], **changes: Any) 
         for task in tasks:
             for mine, one in zip(found[task], alone[task], strict=True):
                 assert mine == pytest.approx(one, rel=2e-4, abs=1e-5), task
-
-
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

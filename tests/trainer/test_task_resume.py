@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import milepost as mp
 from milepost_trainer.tasks import ReferenceTask
 from milepost_trainer.training import Run, train
+from tests.marks import slow
 from tests.states import same
 from tests.trainer.task_runs import (
     BERT,
@@ -23,20 +24,9 @@ from tests.trainer.task_runs import (
     run_task,
     stopped,
     task_config,
-    write_lines,
     yaml_changes,
 )
 from tests.trainer.yaml_runs import END, LLAMA, MOE, SAVED, WITHOUT_DROPOUT, contents, look
-
-
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("files")
-    return {task: write_lines(directory, task) for task in TASKS}
 
 
 @pytest.mark.parametrize(
@@ -51,14 +41,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_dpo_that_is_killed_has_the_losses_and_rewards_of_a_run_that_never_stopped(
-    mesh: str, precompute: bool, files: dict[str, Path], tmp_path: Path
+    mesh: str, precompute: bool, samples: dict[str, Path], tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"precompute_reference_logps": precompute}
     if "ep" in mesh:
         changes["model_config"] = MOE
-    end = run_task(tmp_path / "whole", files["dpo"], "dpo", mesh, **changes)
-    kill_task(tmp_path / "killed", files["dpo"], "dpo", mesh, **changes)
-    resumed = run_task(tmp_path / "killed", files["dpo"], "dpo", mesh, **changes)
+    end = run_task(tmp_path / "whole", samples["dpo"], "dpo", mesh, **changes)
+    kill_task(tmp_path / "killed", samples["dpo"], "dpo", mesh, **changes)
+    resumed = run_task(tmp_path / "killed", samples["dpo"], "dpo", mesh, **changes)
     assert history(resumed) == history(end)
     steps = [entry for entry in history(resumed) if "learning_rate" in entry]
     assert len({entry["rewards/chosen"] for entry in steps}) == len(steps) == END
@@ -66,13 +56,13 @@ def test_dpo_that_is_killed_has_the_losses_and_rewards_of_a_run_that_never_stopp
 
 
 def test_after_a_resume_the_reference_is_still_the_base(
-    files: dict[str, Path], tmp_path: Path
+    samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path / "base", files["sft"], "sft", max_steps=2))
+    train(task_config(tmp_path / "base", samples["sft"], "sft", max_steps=2))
     base = tmp_path / "base" / "checkpoint-2"
     start: dict[str, Any] = {"model_config": None, "model_name_or_path": str(base)}
-    stopped(tmp_path / "run", files["dpo"], "dpo", **start)
-    resumed = Run(task_config(tmp_path / "run", files["dpo"], "dpo", **start))
+    stopped(tmp_path / "run", samples["dpo"], "dpo", **start)
+    resumed = Run(task_config(tmp_path / "run", samples["dpo"], "dpo", **start))
     with mp.CheckpointManager(tmp_path / "run", resume=mp.Resume.MUST) as manager:
         assert resumed.resume(manager) == SAVED
     assert isinstance(resumed.task, ReferenceTask)
@@ -92,21 +82,21 @@ def test_after_a_resume_the_reference_is_still_the_base(
 
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "dpo"])
 def test_every_other_task_resumes_exactly(
-    task: str, files: dict[str, Path], tmp_path: Path
+    task: str, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path / "whole", files[task], task))
-    stopped(tmp_path / "parts", files[task], task)
-    train(task_config(tmp_path / "parts", files[task], task))
+    train(task_config(tmp_path / "whole", samples[task], task))
+    stopped(tmp_path / "parts", samples[task], task)
+    train(task_config(tmp_path / "parts", samples[task], task))
     whole, parts = (tmp_path / name / f"checkpoint-{END}" for name in ("whole", "parts"))
     assert history(parts) == history(whole)
     assert same(contents(parts), contents(whole))
 
 
-def test_packed_rows_resume_exactly(files: dict[str, Path], tmp_path: Path) -> None:
+def test_packed_rows_resume_exactly(samples: dict[str, Path], tmp_path: Path) -> None:
     packed: dict[str, Any] = {"packing": True, "global_batch_size": 2}
-    train(task_config(tmp_path / "whole", files["sft"], "sft", **packed))
-    stopped(tmp_path / "parts", files["sft"], "sft", **packed)
-    train(task_config(tmp_path / "parts", files["sft"], "sft", **packed))
+    train(task_config(tmp_path / "whole", samples["sft"], "sft", **packed))
+    stopped(tmp_path / "parts", samples["sft"], "sft", **packed)
+    train(task_config(tmp_path / "parts", samples["sft"], "sft", **packed))
     whole, parts = (tmp_path / name / f"checkpoint-{END}" for name in ("whole", "parts"))
     assert same(contents(parts), contents(whole))
 
@@ -116,9 +106,9 @@ def test_packed_rows_resume_exactly(files: dict[str, Path], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("task", ["sft", "dpo", "kto", "sdpg"])
 def test_a_language_model_loads_with_its_tokenizer(
-    task: str, files: dict[str, Path], tmp_path: Path
+    task: str, samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path, files[task], task, max_steps=1))
+    train(task_config(tmp_path, samples[task], task, max_steps=1))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-1")
     saved = mp.Checkpoint.open(tmp_path / "checkpoint-1").read_weights()
@@ -128,12 +118,12 @@ def test_a_language_model_loads_with_its_tokenizer(
 
 
 def test_a_reward_model_scores_padded_rows_for_transformers_as_in_training(
-    files: dict[str, Path], tmp_path: Path
+    samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path, files["reward"], "reward", max_steps=2))
+    train(task_config(tmp_path, samples["reward"], "reward", max_steps=2))
     checkpoint = tmp_path / "checkpoint-2"
     start: dict[str, Any] = {"model_config": None, "model_name_or_path": str(checkpoint)}
-    run = Run(task_config(tmp_path / "b", files["reward"], "reward", **start))
+    run = Run(task_config(tmp_path / "b", samples["reward"], "reward", **start))
     (batch, _), *_ = run.splits["train"].in_order()
     model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
     assert model.config.num_labels == 1
@@ -151,9 +141,9 @@ def test_a_reward_model_scores_padded_rows_for_transformers_as_in_training(
 
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=["llama", "bert"])
 def test_an_embedding_model_loads_as_a_sentence_transformer(
-    model: dict[str, Any], files: dict[str, Path], tmp_path: Path
+    model: dict[str, Any], samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path, files["embedding"], "embedding", max_steps=2, model_config=model))
+    train(task_config(tmp_path, samples["embedding"], "embedding", max_steps=2, model_config=model))
     checkpoint = tmp_path / "checkpoint-2"
     sentences = SentenceTransformer(str(checkpoint), device="cpu")
     assert sentences.max_seq_length == 24
@@ -168,15 +158,15 @@ def test_an_embedding_model_loads_as_a_sentence_transformer(
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     # and a base for the next run
     start: dict[str, Any] = {"model_config": None, "model_name_or_path": str(checkpoint)}
-    train(task_config(tmp_path / "b", files["embedding"], "embedding", max_steps=1, **start))
+    train(task_config(tmp_path / "b", samples["embedding"], "embedding", max_steps=1, **start))
 
 
-def test_dpo_goes_on_on_another_mesh(files: dict[str, Path], tmp_path: Path) -> None:
-    kill_task(tmp_path / "run", files["dpo"], "dpo", "dp_shard2", model_config=WITHOUT_DROPOUT)
+def test_dpo_goes_on_on_another_mesh(samples: dict[str, Path], tmp_path: Path) -> None:
+    kill_task(tmp_path / "run", samples["dpo"], "dpo", "dp_shard2", model_config=WITHOUT_DROPOUT)
     changes = {**yaml_changes("dpo"), "model_config": WITHOUT_DROPOUT}
-    for found in look(tmp_path / "run", files["dpo"], "tp2", **changes):
+    for found in look(tmp_path / "run", samples["dpo"], "tp2", **changes):
         assert found["level"] == "resharded", found["notes"]
-    resumed = run_task(tmp_path / "run", files["dpo"], "dpo", "", model_config=WITHOUT_DROPOUT)
-    end = run_task(tmp_path / "whole", files["dpo"], "dpo", "", model_config=WITHOUT_DROPOUT)
+    resumed = run_task(tmp_path / "run", samples["dpo"], "dpo", "", model_config=WITHOUT_DROPOUT)
+    end = run_task(tmp_path / "whole", samples["dpo"], "dpo", "", model_config=WITHOUT_DROPOUT)
     for mine, other in zip(history(resumed), history(end), strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import milepost as mp
 from milepost_trainer.config import ConfigError
 from milepost_trainer.training import train
+from tests.marks import slow
 from tests.states import same
 from tests.trainer.yaml_runs import (
     END,
@@ -23,17 +24,7 @@ from tests.trainer.yaml_runs import (
     losses,
     run,
     run_and_kill,
-    write_text,
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
