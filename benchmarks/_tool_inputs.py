@@ -51,6 +51,15 @@ GPT_OSS: dict[str, Any] = {
     "quantization_config": {"quant_method": "mxfp4"},
 }
 
+SINKS: dict[str, Any] = {"model_type": "gpt_oss"}
+QWEN_TEXT: dict[str, Any] = {**LLAMA, "model_type": "qwen3_5_text", "tie_word_embeddings": False}
+QWEN_VISION: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "text_config": QWEN_TEXT,
+    "vision_config": {},
+}
+EP_RANKS = 2
+
 Named = Iterator[tuple[str, Tensor]]
 
 
@@ -125,23 +134,84 @@ def single_experts() -> Named:
             yield f"{prefix}mlp.experts.{expert}.down_proj.weight", turned
 
 
-def write_input(place: Path, tensors: Named, config: dict[str, Any], nbytes: int) -> None:
-    """A hub directory of about `nbytes`: whole layers, in parts that are written one by one."""
+def ep_slices() -> Named:
+    """The experts as the ranks of an expert-parallel run write them, input dim first."""
+    count = EXPERTS // EP_RANKS
+    wide = _filled(count, HIDDEN, HIDDEN, seed=3)
+    narrow = _filled(count, HIDDEN // 2, HIDDEN, seed=4)
+    for prefix in _layers():
+        for rank in range(EP_RANKS):
+            yield f"{prefix}mlp.experts.gate_up_proj.shard_{rank}", wide
+            yield f"{prefix}mlp.experts.down_proj.shard_{rank}", narrow
+
+
+def with_sinks() -> Named:
+    """As `llama`, with attention sinks in every layer."""
+    for name, tensor in llama():
+        yield name, tensor
+        if name.endswith("o_proj.weight"):
+            stem = name.removesuffix("o_proj.weight")
+            yield f"{stem}sinks", torch.ones(16, dtype=torch.bfloat16)
+
+
+def with_tower() -> Named:
+    """As `llama`, inside a model that has a block of a vision tower for each layer."""
+    block = _filled(HIDDEN, HIDDEN, seed=8)
+    for name, tensor in llama():
+        inner = name.removeprefix("model.")
+        if inner.endswith("q_proj.weight"):
+            yield f"model.visual.blocks.{inner.split('.')[1]}.weight", block
+        yield f"model.language_model.{inner}", tensor
+
+
+def write_adapter(place: Path, base: Path) -> None:
+    """LoRA factors of rank 8 for two matrices of every layer of a `llama`."""
+    held = {}
+    for layer in range(json.loads((base / "config.json").read_text())["num_hidden_layers"]):
+        for leaf, rows in (("self_attn.q_proj", HIDDEN), ("mlp.up_proj", INNER)):
+            stem = f"base_model.model.model.layers.{layer}.{leaf}"
+            held[f"{stem}.lora_A.weight"] = _filled(8, HIDDEN, seed=10)
+            held[f"{stem}.lora_B.weight"] = _filled(rows, 8, seed=11)
+    place.mkdir()
+    save_file(held, place / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "up_proj"],
+        "base_model_name_or_path": str(base),
+    }
+    (place / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def write_input(
+    place: Path,
+    tensors: Named,
+    config: dict[str, Any],
+    nbytes: int,
+    *,
+    index: dict[str, Any],
+) -> None:
+    """A hub directory of about `nbytes`: whole layers, in parts that are written one by one.
+
+    `index` is the metadata of its index.
+    """
     place.mkdir(parents=True)
     parts = _Parts(place)
     layers = 0
     for name, tensor in tensors:
-        number = int(name.split(".")[2])
+        number = next(int(piece) for piece in name.split(".") if piece.isdigit())
         if number > layers and parts.nbytes >= nbytes:
             break
         layers = number
         parts.add(name, tensor)
-    if "vocab_size" in config:
-        parts.add("model.embed_tokens.weight", _filled(WORDS, HIDDEN, seed=6))
+    if "vocab_size" in config or "vision_config" in config:
+        inside = "language_model." if "vision_config" in config else ""
+        parts.add(f"model.{inside}embed_tokens.weight", _filled(WORDS, HIDDEN, seed=6))
         parts.add("lm_head.weight", _filled(WORDS, HIDDEN, seed=7))
-        parts.add("model.norm.weight", torch.ones(HIDDEN, dtype=torch.bfloat16))
+        parts.add(f"model.{inside}norm.weight", torch.ones(HIDDEN, dtype=torch.bfloat16))
         _write_tokenizer(place)
-    parts.finish()
+    parts.finish(index)
     document = {**config, "num_hidden_layers": layers + 1}
     (place / "config.json").write_text(json.dumps(document))
 
@@ -169,10 +239,10 @@ class _Parts:
         self._where |= dict.fromkeys(self._held, part)
         self._held.clear()
 
-    def finish(self) -> None:
+    def finish(self, metadata: dict[str, Any]) -> None:
         if self._held:
             self._flush()
-        index = {"metadata": {}, "weight_map": self._where}
+        index = {"metadata": metadata, "weight_map": self._where}
         (self._place / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,26 @@ from typing import Any
 from _anonymous import measured
 from _common import MIB, Options, Report, answer, child, parse_options, progress, work_directory
 from _tool_inputs import (
+    EP_RANKS,
     FP8,
     GPT_OSS,
     LLAMA,
     QWEN_MOE,
+    QWEN_TEXT,
+    QWEN_VISION,
+    SINKS,
     Named,
     banks,
+    ep_slices,
     fp8_llama,
     link,
     llama,
     mxfp4_experts,
     single_experts,
     tuned_llama,
+    with_sinks,
+    with_tower,
+    write_adapter,
     write_input,
 )
 
@@ -51,13 +59,18 @@ Run = Callable[[Path, Path], object]
 @dataclass(frozen=True, kw_only=True)
 class Verb:
     """`inputs` are written one after the other under the names 0, 1, ...; `linked` are further
-    names for the first. `group` is the largest group that must be seen together."""
+    names for the first. `group` is the largest group that must be seen together. `config` is that
+    of all inputs, or a list of one for each; `index` is the metadata of their indices."""
 
     run: Run
-    config: dict[str, Any]
+    config: dict[str, Any] | list[dict[str, Any]]
     inputs: Sequence[Callable[[], Named]]
     group: int
     linked: int = 0
+    index: dict[str, Any] = field(default_factory=dict)
+
+    def config_of(self, number: int) -> dict[str, Any]:
+        return self.config[number] if isinstance(self.config, list) else self.config
 
     @property
     def bound(self) -> int:
@@ -149,6 +162,39 @@ def run_gguf(place: Path, out: Path) -> None:
     to_gguf(place / "0", out.with_suffix(".gguf"), dtype="q8_0")
 
 
+def run_merge_slices(place: Path, out: Path) -> None:
+    from milepost.tools.merge_ep_shards import merge_ep_shards
+
+    merge_ep_shards(place / "0", out)
+
+
+def run_cut_slices(place: Path, out: Path) -> None:
+    from milepost.tools.reshard import reshard
+
+    reshard(place / "0", out, ep_size=2 * EP_RANKS)
+
+
+def run_reset_sinks(place: Path, out: Path) -> None:
+    from milepost.tools.reset_sinks import reset_sinks
+
+    reset_sinks(place / "0", out)
+
+
+def run_reattach(place: Path, out: Path) -> None:
+    from milepost.tools.reattach_vision_tower import reattach_vision_tower
+
+    reattach_vision_tower(place / "0", place / "1", out)
+
+
+def run_merge_adapter(place: Path, out: Path) -> None:
+    from milepost.tools.merge_peft import merge_peft_adapters
+
+    adapter = place / "adapter"
+    if not adapter.exists():
+        write_adapter(adapter, place / "0")
+    merge_peft_adapters([adapter], out)
+
+
 ONE = (llama,)
 TWO = (llama, tuned_llama)
 VERBS = {
@@ -190,13 +236,37 @@ VERBS = {
     ),
     "extract-lora": Verb(run=run_extract, config=LLAMA, inputs=TWO, group=2 * MATRIX),
     "to-gguf": Verb(run=run_gguf, config=LLAMA, inputs=ONE, group=MATRIX),
+    "merge-ep-shards": Verb(
+        run=run_merge_slices,
+        config=QWEN_MOE,
+        inputs=(ep_slices,),
+        group=BANK,
+        index={"format": "ep_sharded", "ep_size": EP_RANKS},
+    ),
+    "reshard --ep-size": Verb(
+        run=run_cut_slices,
+        config=QWEN_MOE,
+        inputs=(ep_slices,),
+        group=BANK,
+        index={"format": "ep_sharded", "ep_size": EP_RANKS},
+    ),
+    "reset-sinks": Verb(run=run_reset_sinks, config=SINKS, inputs=(with_sinks,), group=MATRIX),
+    "reattach-vision-tower": Verb(
+        run=run_reattach,
+        config=[QWEN_TEXT, QWEN_VISION],
+        inputs=(llama, with_tower),
+        group=MATRIX,
+    ),
+    "merge-peft-adapters": Verb(run=run_merge_adapter, config=LLAMA, inputs=ONE, group=MATRIX),
 }
 
 
 def write_inputs(verb: Verb, place: Path, nbytes: int) -> None:
     """All that a run reads, under `place`."""
     for number, tensors in enumerate(verb.inputs):
-        write_input(place / str(number), tensors(), verb.config, nbytes)
+        write_input(
+            place / str(number), tensors(), verb.config_of(number), nbytes, index=verb.index
+        )
     for number in range(len(verb.inputs), len(verb.inputs) + verb.linked):
         link(place / str(number), place / "0")
 
@@ -224,7 +294,6 @@ def measure(report: Report, options: Options, directory: Path) -> None:
         verb, place = VERBS[name], directory / "inputs"
         write_inputs(verb, place, options.nbytes)
         write_inputs(verb, place / TINY, 1)
-        progress(name)
         found = []
         for _ in range(options.rounds):
             if options.memory:
@@ -237,6 +306,7 @@ def measure(report: Report, options: Options, directory: Path) -> None:
         if options.memory:
             row["peak MiB"] = round(max(each["extra"] for each in found) / MIB, 1)
         rows.append(row)
+        progress(", ".join(f"{key} {value}" for key, value in row.items()))
     report.rows("anonymous memory above that of the process", rows)
     for row in rows if options.memory else ():
         report.bar(

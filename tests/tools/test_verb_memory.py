@@ -29,6 +29,11 @@ VERBS = [
     "merge-models ties",
     "extract-lora",
     "to-gguf",
+    "merge-ep-shards",
+    "reshard --ep-size",
+    "reset-sinks",
+    "reattach-vision-tower",
+    "merge-peft-adapters",
 ]
 SPREAD_MIB = 24
 
