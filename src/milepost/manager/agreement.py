@@ -14,14 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 from milepost.engine.connections import clone_store, store_gone
 from milepost.engine.rendezvous import Rendezvous
 from milepost.engine.verdicts import pack_error, shared_error, unpack_error
-from milepost.errors import CheckpointError, RankTimeoutError
+from milepost.errors import CheckpointError, RankError, RankTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,25 @@ class StepAgreement:
         self._saving = False
         self._closing = False
         self._round = 0
-        self._bell: Any = clone_store(talk.store)
-        self._threads = [self._start(self._answer_rounds, clone_store(talk.store), "answer")]
+        self._to_say: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
+        self._store = talk.store
+        self._threads = [self._start(self._answer_rounds, "answer"), self._start(self._say, "say")]
         if self.rank == 0:
-            self._threads.append(self._start(self._watch, clone_store(talk.store), "watch"))
+            self._threads.append(self._start(self._watch, "watch"))
 
-    def _start(self, target: Callable[[Any], None], store: Any, name: str) -> threading.Thread:
-        thread = threading.Thread(
-            target=target, args=(store,), name=f"milepost-{name}", daemon=True
-        )
+    def _start(self, target: Callable[[Any], None], name: str) -> threading.Thread:
+        """Run `target` in a thread, with a connection of its own that it makes itself: that may
+        take seconds, for which nothing should wait."""
+
+        def run() -> None:
+            try:
+                target(clone_store(self._store))
+            except RankError as error:
+                self._fail(error)
+            except (RuntimeError, OSError) as error:
+                self._fail(store_gone(error))
+
+        thread = threading.Thread(target=run, name=f"milepost-{name}", daemon=True)
         thread.start()
         return thread
 
@@ -102,8 +112,7 @@ class StepAgreement:
 
     def ring(self) -> None:
         """Tell the coordinator that this rank got a signal; from any thread."""
-        with suppress(RuntimeError, OSError):  # the store is gone: the next step says so
-            self._bell.add(f"{self._topic}/bell", 1)
+        self._to_say.put(lambda store: store.add(f"{self._topic}/bell", 1))
 
     def close(self) -> None:
         """End the threads. A round to which this rank has not answered goes on without it."""
@@ -111,8 +120,8 @@ class StepAgreement:
             self._closing = True
             ask = self._ask(self._round, self.rank)
             self._turn.notify_all()
-        with suppress(RuntimeError, OSError):
-            self._bell.set(ask, b"close")
+        self._to_say.put(lambda store: store.set(ask, b"close"))
+        self._to_say.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
@@ -120,6 +129,10 @@ class StepAgreement:
 
     def _ask(self, number: int, rank: int) -> str:
         return f"{self._topic}/{number}/ask/{rank}"
+
+    def _say(self, store: Any) -> None:
+        while (say := self._to_say.get()) is not None:
+            say(store)
 
     def _watch(self, store: Any) -> None:
         """The coordinator's: begin a round when its policy, or a signal somewhere, asks for one."""
@@ -131,15 +144,12 @@ class StepAgreement:
                 number, step = self._round, self._step
             if not idle:
                 continue
-            try:
-                rings = int(store.add(f"{self._topic}/bell", 0))
-                # An error of the policy begins a round too, which tells it to all.
-                wanted = step >= 0 and self._asked(step, self._pending()) is not False
-                if (rings != rung or wanted) and not self._closing:
-                    rung = rings
-                    self._begin_round(store, number)
-            except (RuntimeError, OSError) as error:
-                self._fail(store_gone(error))
+            rings = int(store.add(f"{self._topic}/bell", 0))
+            # An error of the policy begins a round too, which tells it to all.
+            wanted = step >= 0 and self._asked(step, self._pending()) is not False
+            if (rings != rung or wanted) and not self._closing:
+                rung = rings
+                self._begin_round(store, number)
 
     def _asked(self, step: int, signals: Signals) -> bool | CheckpointError:
         """What the policy wants; what it raises, which is the caller's code, as all ranks do."""
@@ -157,16 +167,13 @@ class StepAgreement:
             )
 
     def _answer_rounds(self, store: Any) -> None:
-        try:
-            while self._error is None and not self._is_over(store):
-                store.wait([self._ask(self._round, self.rank)], _FOREVER)
-                if self._is_over(store):
-                    return
-                with self._turn:
-                    step, self._answered = self._step, True
-                self._take(json.loads(self._hold_round(store, self._round, step)))
-        except (RuntimeError, OSError) as error:
-            self._fail(store_gone(error))
+        while self._error is None and not self._is_over(store):
+            store.wait([self._ask(self._round, self.rank)], _FOREVER)
+            if self._is_over(store):
+                return
+            with self._turn:
+                step, self._answered = self._step, True
+            self._take(json.loads(self._hold_round(store, self._round, step)))
 
     def _is_over(self, store: Any) -> bool:
         """Whether the manager was closed; then the others are told at which step."""
