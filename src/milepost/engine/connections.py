@@ -36,7 +36,10 @@ class Connections:
         self._spare: list[KeyValueStore] = []
 
     def borrow(self) -> KeyValueStore:
-        """One that nobody else uses; `RankError` when the store is gone."""
+        """One that nobody else uses; the first one where the store makes no further ones.
+
+        `RankError` when the store is gone.
+        """
         try:
             return self._spare.pop()
         except IndexError:
@@ -44,11 +47,13 @@ class Connections:
 
     def give_back(self, connection: KeyValueStore) -> None:
         """It works, and is not used any more."""
-        self._spare.append(connection)
+        if connection is not self._store:
+            self._spare.append(connection)
 
 
 def clone_store(store: KeyValueStore) -> KeyValueStore:
-    """A connection of its own: a blocking call in one thread holds the client's lock.
+    """A connection of its own: a blocking call in one thread holds the client's lock. The same one
+    where the store makes no further ones, or fails to.
 
     `RankError` when the store is gone: torch would go on trying to connect for as long as the
     store's own time limit, often many minutes, in which nobody could call it off.

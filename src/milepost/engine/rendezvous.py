@@ -74,9 +74,8 @@ class Rendezvous:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_PARTING_S)  # unless it is still connecting
-        if self.store is not self._first:
-            self._connections.give_back(self.store)
-            self.store = self._first
+        self._connections.give_back(self.store)
+        self.store = self._first
 
     def hand_over(self) -> None:
         """Go on in this thread: through a connection of its own from here on.
