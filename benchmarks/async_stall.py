@@ -10,12 +10,12 @@ training, against plain copies of the same bytes into warm memory and DCP's stag
 whose frozen weights are linked.
 
 Threads or a process: two contenders copy the state into the same shared memory and write it by the
-engine's own writer, once in a thread, once in a process of low priority (nice 10). They differ in
-nothing else, so what they do to the steps decides. Hashing, copying and writing do not hold the
-interpreter lock, so a thread competes for the same cores as a process does and no more; a process
-needs its copies in shared memory, a start of its own and a way to fail of its own. What it would
-spare training is what does hold the lock: the plan, the manifest and messages, some milliseconds.
-The bar at the end says whether that is so.
+engine's own writer, once in a thread, once in a process, both of low priority (nice 10) and with
+the rests that `mp.save_async` takes. They differ in nothing else, so what they do to the steps
+decides. Hashing, copying and writing do not hold the interpreter lock, so a thread competes for the
+same cores as a process does and no more; a process needs its copies in shared memory, a start of
+its own and a way to fail of its own. What it would spare training is what does hold the lock: the
+plan, the manifest and messages, some milliseconds. The bar at the end says whether that is so.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from _common import (
 )
 from _staging import bars_of_calls, calls_of_all, linked_saves
 from _worlds import in_world
+from milepost.checkpointing.pace import Pace
 from milepost.engine.source import TensorSource
 from milepost.engine.write import FileWrite, Piece, WriteOptions, write_files
 from milepost.state.placements import local_part
@@ -123,10 +124,13 @@ class Loop:
 
 
 class SharedWriter:
-    """Copies into shared memory; a thread or a process of low priority writes one file of it."""
+    """Copies into shared memory; a thread or a process, in the way of a save behind training,
+    writes one file of it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
+        self._pace = Pace()
+        self._pace.ease(WriteOptions().threads * dist.get_world_size())
         self.copies = [torch.empty_like(tensor).share_memory_() for tensor in tensors]
         self._copy()
         context = multiprocessing.get_context("fork")
@@ -139,18 +143,18 @@ class SharedWriter:
             copy.copy_(tensor)
 
     def _serve(self, pipe: Any) -> None:
-        os.nice(NICE)
         while (place := pipe.recv()) is not None:
             self._write(place)
             pipe.send("written")
 
     def _write(self, place: Path) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # and threads it starts
         pieces, start = [], 0
         for copy in self.copies:
             pieces.append(Piece(start=start, source=TensorSource(copy)))
             start = pieces[-1].end
         path = place / f"rank-{dist.get_rank() if dist.is_initialized() else 0}"
-        write_files([FileWrite(path=path, pieces=tuple(pieces))], WriteOptions())
+        write_files([FileWrite(path=path, pieces=tuple(pieces))], self._pace.paced(WriteOptions()))
 
     def by_process(self, place: Path) -> Pending:
         self._copy()
@@ -339,8 +343,7 @@ def main() -> int:
             for kind in ("thread", "process")
         )
         report.bar(
-            f"{ranks} ranks: steps/s beside a writing thread, of those beside a process of low "
-            "priority",
+            f"{ranks} ranks: steps/s beside a thread that writes, of those beside a process",
             found=thread / process,
             limit=0.95,
             higher_is_better=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def held(_on_the_processor: None) -> Iterator[threading.Event]:
 @pytest.mark.usefixtures("_on_the_processor")
 def test_a_writer_rests_longer_than_it_has_kept_a_core() -> None:
     pace = Pace()
-    pace.ease()
+    pace.ease(threads=os.cpu_count() or 1)
     assert rested_s(pace) >= 0.04
 
 
@@ -73,7 +74,7 @@ def test_a_save_that_is_not_behind_training_never_rests() -> None:
 @pytest.mark.usefixtures("_on_the_processor")
 def test_who_waits_ends_the_rest_of_a_writer_at_once() -> None:
     pace, told = Pace(), threading.Event()
-    pace.ease()
+    pace.ease(threads=os.cpu_count() or 1)
     on_bytes = pace.paced(WriteOptions()).on_bytes
     assert on_bytes is not None
 
@@ -96,7 +97,7 @@ def test_with_an_accelerator_cores_are_free_and_nobody_rests(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     pace = Pace()
-    pace.ease()
+    pace.ease(threads=os.cpu_count() or 1)
     assert not pace.rests
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import torch
 
 from milepost.engine.write import WriteOptions
 
-_RESTS = 4.0
-"""Seconds of rest for each second that a writing thread has kept a core."""
+_SHARE = 0.05
+"""Of the cores of a host: what all threads that write there keep together."""
 _LONGEST_REST_S = 0.1
 
 
@@ -27,15 +28,18 @@ class Pace:
         self._hurry, self._written = threading.Event(), threading.Event()
         self._hurry.set()
         self._of_thread = threading.local()
+        self._rests = 0.0  # seconds for each second that a thread has kept a core
 
     @property
     def rests(self) -> bool:
         """Whether writers rest."""
         return not self._hurry.is_set()
 
-    def ease(self) -> None:
-        """Let writers rest, where training computes on the processor."""
+    def ease(self, threads: int) -> None:
+        """Let writers rest, where training computes on the processor. `threads` write on this
+        host, all ranks of it together."""
         if not torch.accelerator.is_available():
+            self._rests = max(0.0, threads / (_SHARE * (os.cpu_count() or 1)) - 1)
             self._hurry.clear()
 
     def hurry(self) -> None:
@@ -51,9 +55,10 @@ class Pace:
             if also is not None:
                 also(nbytes)
             if self.rests:
-                busy_s = time.thread_time() - getattr(self._of_thread, "busy_s", time.thread_time())
-                self._hurry.wait(min(_RESTS * busy_s, _LONGEST_REST_S))
-                self._of_thread.busy_s = time.thread_time()
+                now_s = time.thread_time()
+                busy_s = now_s - getattr(self._of_thread, "rested_at_s", now_s)
+                self._hurry.wait(min(self._rests * busy_s, _LONGEST_REST_S))
+                self._of_thread.rested_at_s = time.thread_time()
 
         return rest
 

@@ -124,7 +124,7 @@ def start_save(
         hand_over(talk)
         handle, behind = SaveHandle(target, step), stack.pop_all()
         handle.pace = prepared.run.pace
-        handle.pace.ease()
+        handle.pace.ease(prepared.run.threads_of_host)
     try:
         follow = prepared.follow_newest if is_behind else _nothing
         saves.submit(handle, talk, lambda: _finish(prepared, staged, behind, follow, sequel))
@@ -212,8 +212,8 @@ def _finish(
     try:
         with behind:
             with prepared.run.events.failing():
-                prepared.run.talk.hand_over()
                 with together(prepared.run.talk, "copied"):
+                    prepared.run.talk.hand_over()
                     staged.settle()
                     prepared.run.plans = staged.plans()
                     follow()
