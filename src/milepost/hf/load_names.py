@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from milepost.hf.tied_names import declared_ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameComparison:
-    """`missing` are runtime names that no tensor fills, `unexpected` tensors that fill nothing.
+    """`missing` are runtime names that no tensor fills, `unexpected` tensors that fill nothing;
+    `misfits` say of runtime names how many elements they have and get.
 
     `model_class` is None, and a note says why, where transformers could not be asked.
     """
@@ -24,11 +27,12 @@ class NameComparison:
     model_class: str | None = None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    misfits: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def compare_with_class(directory: Path, names: Iterable[str]) -> NameComparison:
-    """Compare the tensor `names` of a directory with those of the class its config.json names.
+def compare_with_class(directory: Path, shapes: Mapping[str, Sequence[int]]) -> NameComparison:
+    """Compare the tensors of a directory, shapes by name, with the class its config.json names.
 
     The model is built on the meta device: no memory, no weights, no code of the checkpoint.
     """
@@ -44,7 +48,7 @@ def compare_with_class(directory: Path, names: Iterable[str]) -> NameComparison:
     model, problem = attempt(partial(_on_meta, directory, document, transformers))
     if model is None:
         return _not_asked(f"transformers cannot build the model: {problem}")
-    compared, problem = attempt(partial(_compare, model, list(names)))
+    compared, problem = attempt(partial(_compare, model, shapes))
     return compared if compared is not None else _not_asked(str(problem))
 
 
@@ -64,17 +68,18 @@ def _on_meta(directory: Path, document: Mapping[str, Any], transformers: Any) ->
         return transformers.AutoModel.from_config(config)
 
 
-def _compare(model: Any, names: list[str]) -> NameComparison:
+def _compare(model: Any, shapes: Mapping[str, Sequence[int]]) -> NameComparison:
     from milepost.hf.hub_family import family_of, names_on_load
 
-    own = set(model.state_dict())
+    numels = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    own = set(numels)
     ties = declared_ties(model)
     family = family_of(model)
     loaded: Mapping[str, set[str]]
     if family is None:
-        loaded = {name: {name} for name in names}
+        loaded = {name: {name} for name in shapes}
     else:
-        loaded = names_on_load(family, names, own)
+        loaded = names_on_load(family, shapes, own)
     filled = {runtime for found in loaded.values() for runtime in found if runtime in own}
     filled |= {alias for alias, source in ties.items() if source in filled}
     filled |= {source for alias, source in ties.items() if alias in filled}
@@ -84,7 +89,26 @@ def _compare(model: Any, names: list[str]) -> NameComparison:
         model_class=type(model).__name__,
         missing=_without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None)),
         unexpected=_without(unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None)),
+        misfits=tuple(_misfits(loaded, shapes, numels)),
     )
+
+
+def _misfits(
+    loaded: Mapping[str, set[str]], shapes: Mapping[str, Sequence[int]], numels: Mapping[str, int]
+) -> Iterable[str]:
+    """Runtime tensors that get another number of elements than they have.
+
+    Several stored tensors may make one, and one several: their elements are counted together.
+    Shapes may be turned on the way. What takes part in more than one such group is left out.
+    """
+    found: Counter[frozenset[str]] = Counter()
+    for name, runtime in loaded.items():
+        found[frozenset(runtime & numels.keys())] += prod(shapes[name])
+    groups = Counter(name for group in found for name in group)
+    for group, count in found.items():
+        wanted = sum(numels[name] for name in group)
+        if group and count != wanted and all(groups[name] == 1 for name in group):
+            yield f"{', '.join(sorted(group))}: {count} elements, expected {wanted}"
 
 
 def _without(names: Iterable[str], patterns: Iterable[str] | None) -> tuple[str, ...]:

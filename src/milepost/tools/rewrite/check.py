@@ -16,7 +16,7 @@ from milepost.tools.rewrite.source import EpSlices, Source, open_source
 
 
 def check_output(directory: Path, shown: Path) -> CheckReport:
-    """Read the headers again and compare the names; `InvalidInputError` names what is wrong.
+    """Read the headers again and compare names and sizes; `InvalidInputError` names what is wrong.
 
     `shown` is the name that messages say.
     """
@@ -51,6 +51,12 @@ def look_at(directory: Path) -> CheckReport:
         problems.append(
             f"{len(comparison.missing)} tensors that {comparison.model_class} loads are not there: "
             f"{names}"
+        )
+    if comparison.misfits:
+        problems.append(
+            f"{len(comparison.misfits)} tensors are not of the size that "
+            f"{comparison.model_class} has: "
+            f"{'; '.join(comparison.misfits[:5])}"
         )
     if comparison.unexpected:
         names = ", ".join(comparison.unexpected[:5])
