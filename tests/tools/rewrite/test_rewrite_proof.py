@@ -145,3 +145,18 @@ def test_rows_are_not_read_of_a_tensor_whose_other_rows_are_damaged(saved: Path)
         assert {type(read.exception()) for read in reads} == {DigestMismatchError}
         assert "0.weight: bytes" in str(reads[0].exception())
         assert source["1.weight"].read((0, 1)).shape == (1, 16)
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_a_sidecar_that_the_weights_need_is_refused_when_it_is_damaged(
+    verb: Verb, tmp_path: Path
+) -> None:
+    biases = {"router_balancing_biases.pt": {"model.layers.0.mlp.gate": torch.ones(4)}}
+    model = torch.nn.Linear(4, 4)
+    source = tmp_path / "checkpoint-1"
+    mp.save(source, {"model": model}, step=1, sidecars=biases)
+    place = source / "router_balancing_biases.pt"
+    raw = bytearray(place.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    place.write_bytes(raw)
+    refuses(verb, source, r"router_balancing_biases\.pt: .*bytes .*are not those")

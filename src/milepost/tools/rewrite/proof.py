@@ -23,7 +23,8 @@ def prove_layout(
     """Compare index and headers of `weights` with their digests, a few KiB of each file.
 
     A part that has one digest for all of it is compared whole: it has no more than 64 MiB. So are
-    the files beside an adapter that belong to it. `extents_of` gives what is recorded for a part.
+    the sidecars that the weights need, and the files beside an adapter that belong to it.
+    `extents_of` gives what is recorded for a part.
     `DamagedError` names what is not as it was saved, or was not saved at all.
     """
     jobs: dict[Path, list[Extent]] = {}
@@ -33,7 +34,8 @@ def prove_layout(
         path = weights.directory / part
         extents = extents_of(path) or _all_of(checkpoint, path)
         jobs[path] = [extent for extent in extents if extent.start < header.data_start]
-    for name in extra_files(checkpoint):
+    sidecars = [name for name in checkpoint.manifest.needs if checkpoint.manifest.file(name)]
+    for name in [*sidecars, *extra_files(checkpoint)]:
         jobs[checkpoint.path / name] = _all_of(checkpoint, checkpoint.path / name)
     for bad in find_bad_extents(jobs):
         what = "the header: " if bad.path.name in weights.headers else ""
