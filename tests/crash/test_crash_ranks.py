@@ -145,7 +145,6 @@ def one_of_each_kind(matrix: WorldCrashMatrix, faults: Iterable[Fault]) -> list[
 
 @pytest.mark.case("V16")
 @pytest.mark.case("V18")
-@pytest.mark.case("V48")
 @pytest.mark.parametrize("name", ACTIONS)
 def test_a_rank_that_fails_or_dies_at_any_kind_of_operation_costs_no_checkpoint(
     name: str, scratch: Path, request: pytest.FixtureRequest
