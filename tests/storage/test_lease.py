@@ -217,3 +217,52 @@ def test_a_refresh_shows_other_hosts_that_the_holder_lives(tmp_path: Path) -> No
         os.utime(path, (1, 1))
         held.refresh()
         assert lease.filesystem_age_s(path) < 60
+
+
+LEAVES_A_CHILD = """
+import os, sys, time
+from pathlib import Path
+from milepost.storage.lease import RunLease
+
+with RunLease.of(Path(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)  # as a worker of a data loader that outlives its job
+        os._exit(0)
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_forked_child_does_not_keep_the_lease_of_a_job_that_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            with pytest.raises(RunInUseError, match=rf"process {process.pid} on "):
+                RunLease.of(tmp_path).__enter__()
+            process.kill()
+            process.wait()
+            with RunLease.of(tmp_path):
+                os.kill(child, 0)  # it lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_does_not_save_beside_its_living_parent(tmp_path: Path) -> None:
+    with RunLease.of(tmp_path):
+        child = os.fork()
+        if child == 0:
+            try:
+                RunLease.of(tmp_path).__enter__()
+            except RunInUseError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with holder(tmp_path):  # the child took nothing with it
+        pass

@@ -186,6 +186,8 @@ class RunLease:
 
     def _release(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:  # this process is a fork of the one that took the lease
+            return
         with suppress(OSError):  # an empty lease is a courtesy to other hosts, the lock ends anyway
             fileops.truncate_file(descriptor, 0)
         fileops.close_file(descriptor)
@@ -195,6 +197,25 @@ class RunLease:
         if self._descriptor >= 0:
             with suppress(OSError):
                 os.utime(self._descriptor)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the lease is the parent's, and ends with it. A copy of its descriptor
+        would keep the lock for as long as the child lives."""
+        if self._descriptor >= 0:
+            fileops.close_file(self._descriptor)
+        self._descriptor = -1
+
+
+def _start_afresh() -> None:
+    """In a forked child."""
+    global _guard
+    _guard = threading.Lock()
+    for lease in _held.values():
+        lease._leave_to_parent()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_start_afresh)
 
 
 def filesystem_age_s(path: Path) -> float:
