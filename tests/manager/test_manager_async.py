@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 import milepost as mp
-from milepost.errors import CheckpointError, InvalidInputError, SaveInFlightError, StorageError
+from milepost.engine.rendezvous import Solo
+from milepost.errors import (
+    CheckpointError,
+    InvalidInputError,
+    SaveInFlightError,
+    SaveOutcomeUnknownError,
+    StorageError,
+)
 from tests.manager.small_training import Training, same
 from tests.slow_disk import failing_writes, held_writes
 from tests.worlds import run_world
@@ -110,6 +117,23 @@ def test_a_queued_save_behind_one_that_fails_descends_from_the_last_good_one(
         assert [entry["loss"] for entry in manager.log_history] == [3.0]
         (entry,) = mp.list_run(tmp_path).committed
         assert (entry.step, entry.manifest.parent_id) == (3, first.checkpoint_id)
+
+
+def test_a_coordinator_that_falls_silent_after_the_commit_costs_a_note(tmp_path: Path) -> None:
+    class Silent(Solo):
+        is_coordinator = False
+
+        def settle(self, name: str, error: BaseException | None) -> None:
+            raise SaveOutcomeUnknownError("rank 0 has shown no sign of life")
+
+        announce = settle
+
+    with manager_of(tmp_path) as manager:
+        report = manager.save(1, Training().state).wait()
+        assert manager._steps is not None
+        told = manager._steps.saver._committed(Silent(), report, time.monotonic())
+    assert told.checkpoint_id == report.checkpoint_id
+    assert "what followed the commit is not known: rank 0" in told.notes[-1]
 
 
 @pytest.mark.case("V18")

@@ -164,6 +164,25 @@ def test_a_full_mirror_is_noted_and_stops_nothing(
     assert mp.list_run(copies).unfinished == ()
 
 
+def test_a_copy_that_fails_in_any_way_is_noted_and_the_next_ones_are_made(
+    run: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise RuntimeError("can't start new thread")
+
+    training = Training()
+    with mirrored(run, copies, keep=mp.KeepLast(1)) as manager:
+        assert manager._steps is not None
+        with monkeypatch.context() as patched:
+            patched.setattr("milepost.manager.mirror.copy_checkpoint", refuse)
+            notes = list(manager.save(1, training.state).notes)
+            assert manager._steps.mirroring.close(30)
+        notes += manager.save(2, training.state).notes
+        assert sum("checkpoint-1: RuntimeError(" in note for note in notes) == 1
+        assert manager._steps.mirroring.close(30)
+    assert (steps_of(run), steps_of(copies)) == ([2], [2])
+
+
 def test_a_damaged_checkpoint_is_not_copied(run: Path, copies: Path) -> None:
     training, gate = Training(), threading.Event()
     with in_mirror(copies, when_open(gate)), mirrored(run, copies) as manager:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import milepost as mp
 from milepost.checkpointing.save import save
 from milepost.engine.write import Durability, WriteOptions
 from milepost.errors import InvalidInputError
@@ -141,6 +144,43 @@ runs = st.lists(
     ),
     unique_by=lambda entry: entry.step,
 )
+
+
+class Broken:
+    """A policy of the caller's, with a fault."""
+
+    def keeps(self, entries: Sequence[Kept]) -> set[int]:
+        return {int(entry.metrics["lost"]) for entry in entries}
+
+    def __str__(self) -> str:
+        return "broken"
+
+
+class Beyond:
+    """A policy that names what is not there too."""
+
+    def keeps(self, entries: Sequence[Kept]) -> set[int]:
+        return {0, entries[-1].step}
+
+    def __str__(self) -> str:
+        return "beyond"
+
+
+def test_a_policy_that_fails_is_named_and_one_that_names_too_much_keeps_what_there_is() -> None:
+    with pytest.raises(InvalidInputError, match=r"retention policy broken fails.*KeyError: 'lost'"):
+        union([KeepLast(1), Broken()], entries(1, 2))
+    assert union([Beyond()], entries(1, 2)) == {2: ["beyond"]}
+
+
+@pytest.mark.parametrize("saving", mp.Saving)
+def test_a_policy_that_fails_costs_no_save(saving: Any, tmp_path: Path) -> None:
+    with mp.CheckpointManager(tmp_path, keep=Broken(), saving=saving) as manager:
+        saved: Any = manager.save(1, {"progress": {"step": 1}}, metrics={"loss": 1.0})
+        report = saved.wait() if saving is mp.Saving.ASYNC else saved
+        assert any("the retention policy broken fails" in note for note in report.notes)
+        assert manager.log_history == [{"step": 1, "loss": 1.0}]
+        manager.save(2, {"progress": {"step": 2}})
+    assert [entry.step for entry in list_run(tmp_path).committed] == [1, 2]
 
 
 @given(st.lists(policies), runs)

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 import milepost as mp
+from milepost.engine.rendezvous import Rendezvous
 from milepost.errors import InvalidInputError
+from milepost.manager.cadence import Cadence
 from milepost.manager.save_policies import signals_of
 from milepost.manager.signals import SignalListener
 
@@ -144,6 +147,108 @@ def test_an_event_loop_beside_it_keeps_its_signals() -> None:
     assert asyncio.run(wait())
 
 
+def test_signals_are_noted_after_an_event_loop_that_came_and_went(
+    listener: SignalListener,
+) -> None:
+    async def handle() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR1)  # its byte goes to the loop
+        assert listener.pending() == {signal.SIGUSR1}
+        loop.remove_signal_handler(signal.SIGUSR2)
+
+    asyncio.run(handle())
+    listener.clear({signal.SIGUSR1})
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert listener.pending() == {signal.SIGUSR1}
+
+
+def test_a_pipe_that_was_the_wakeup_descriptor_gets_its_bytes_while_it_is_open() -> None:
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writer)
+    listener = SignalListener([signal.SIGUSR1])
+    try:
+        count = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert listener.pending() == {signal.SIGUSR1}
+        assert os.read(reader, 9) == 3 * bytes([signal.SIGUSR1])
+        assert len(os.listdir("/proc/self/fd")) == count
+        os.close(writer)
+        other = os.memfd_create("another file of that number")
+        assert other == writer
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert listener.pending() == {signal.SIGUSR1}
+        listener.close()
+        assert os.fstat(other).st_size == 0
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        listener.close()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_two_listeners_may_be_closed_in_the_order_in_which_they_were_made() -> None:
+    first, second = SignalListener([signal.SIGUSR1]), SignalListener([signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert second.pending() == first.pending() == {signal.SIGUSR1}
+    first.clear({signal.SIGUSR1})
+    assert first.pending() == frozenset(), "each signal is noted once"
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert second.pending() == {signal.SIGUSR1}
+    second.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def run_script(text: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_process_with_thousands_of_open_files_is_told_of_its_signals() -> None:
+    out = run_script("""
+        import os, resource, signal, threading
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+        from milepost.manager.signals import SignalListener
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        listener, told = SignalListener([signal.SIGUSR1]), threading.Event()
+        listener.on_arrival = told.set
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(told.wait(10))
+        listener.close()
+    """)
+    assert out == "True\n"
+
+
+def test_signals_are_never_written_into_a_file_after_a_listener_was_collected_in_a_thread() -> None:
+    out = run_script("""
+        import os, signal, tempfile, threading
+        from milepost.manager.signals import SignalListener
+        listener = SignalListener([signal.SIGUSR1])
+        thread = threading.Thread(target=listener.close)
+        thread.start()
+        thread.join()
+        del listener
+        files = [tempfile.TemporaryFile() for _ in range(8)]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print([os.fstat(file.fileno()).st_size for file in files])
+    """)
+    assert out == f"{[0] * 8}\n"
+
+
 def test_signals_are_listened_to_by_the_main_thread_alone(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
@@ -174,6 +279,42 @@ def test_a_forked_child_notes_nothing_and_dies_of_its_own_signals(
 
 
 # ---- the manager
+
+
+def test_a_manager_that_takes_the_place_of_another_leaves_no_signal_unanswered(
+    tmp_path: Path,
+) -> None:
+    manager = mp.CheckpointManager(tmp_path / "one", save=mp.OnSignal())
+    manager = mp.CheckpointManager(tmp_path / "two", save=mp.OnSignal())  # the first is forgotten
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert manager.stop_requested
+    manager.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_signal_that_came_before_ranks_could_be_told_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Agreement:
+        def __init__(self, talk: Rendezvous, **asked: Any) -> None:
+            self.rings = 0
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        def ring(self) -> None:
+            self.rings += 1
+
+        def close(self) -> None:
+            return None
+
+    monkeypatch.setattr("milepost.manager.cadence.StepAgreement", Agreement)
+    store: Any = HashStore()
+    talk = Rendezvous(store, rank=1, world_size=2, topic="test")
+    cadence = Cadence(mp.OnSignal(), 30.0, talk)
+    try:
+        agreement: Any = cadence.agreement
+        assert agreement.rings > 0
+    finally:
+        cadence.close()
 
 
 def test_a_signal_saves_once_at_the_next_step(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from milepost.engine.connections import clone_store, store_gone
 from milepost.engine.rendezvous import Rendezvous
 from milepost.engine.verdicts import pack_error, shared_error, unpack_error
-from milepost.errors import CheckpointError, RankError, RankTimeoutError
+from milepost.errors import CheckpointError, RankTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +72,12 @@ class StepAgreement:
         def run() -> None:
             try:
                 target(clone_store(self._store))
-            except RankError as error:
+            except CheckpointError as error:
                 self._fail(error)
             except (RuntimeError, OSError) as error:
                 self._fail(store_gone(error))
+            except Exception as error:  # noqa: BLE001 - the loop must not wait for a dead thread
+                self._fail(shared_error(error, self.rank))
 
         thread = threading.Thread(target=run, name=f"milepost-{name}", daemon=True)
         thread.start()
@@ -123,7 +125,8 @@ class StepAgreement:
         self._to_say.put(lambda store: store.set(ask, b"close"))
         self._to_say.put(None)
         for thread in self._threads:
-            thread.join(_CLOSE_S)
+            if thread is not threading.current_thread():  # which may collect a manager
+                thread.join(_CLOSE_S)
 
     # ---- the helper threads
 

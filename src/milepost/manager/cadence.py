@@ -67,6 +67,8 @@ class Cadence:
             self.agreement = StepAgreement(talk, wants=self._wants, pending=self._pending)
         if self.listener is not None and self.agreement is not None:
             self.listener.on_arrival = self.agreement.ring
+            if self.listener.pending():  # before anybody could be told
+                self.agreement.ring()
 
     @property
     def stop_requested(self) -> bool:

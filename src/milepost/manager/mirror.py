@@ -172,9 +172,10 @@ class Mirroring:
             if mirror.policies:
                 protect = self.protected | {copy.checkpoint_id}
                 prune_run(mirror.directory, mirror.policies, protect=protect)
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the next copies need this thread
+            said = error if isinstance(error, CheckpointError | OSError) else repr(error)
             with self._turn:
-                self._note(f"mirror {mirror.directory}: {copy.path.name}: {error}")
+                self._note(f"mirror {mirror.directory}: {copy.path.name}: {said}")
 
     def _start_afresh(self) -> None:
         """In a forked child: the copies are the parent's, and so is the thread."""

@@ -135,10 +135,21 @@ class KeepNewerThan:
 
 
 def union(policies: Iterable[RetentionPolicy], entries: Sequence[Kept]) -> dict[int, list[str]]:
-    """What any of the policies keeps: step to the policies that name it."""
+    """What any of the policies keeps: step to the policies that name it.
+
+    `InvalidInputError` for a policy that fails, which is the caller's code.
+    """
+    steps = {entry.step for entry in entries}
     kept: dict[int, list[str]] = {}
     for policy in policies:
-        for step in sorted(policy.keeps(entries)):
+        try:
+            named = steps.intersection(policy.keeps(entries))
+        except Exception as error:
+            raise InvalidInputError(
+                f"the retention policy {policy} fails, so nothing is removed: "
+                f"{type(error).__name__}: {error}; correct its keeps()"
+            ) from error
+        for step in sorted(named):
             kept.setdefault(step, []).append(str(policy))
     return kept
 

@@ -37,17 +37,19 @@ class SignalListener:
                 "signals can be listened to only by the main thread; make the CheckpointManager "
                 "there, or leave OnSignal out of its save policy"
             )
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a listener may be collected, and so closed, anywhere
         self._pending: set[signal.Signals] = set()
         self._seen_s: dict[signal.Signals, float] = {}
         self._closed = False
         self._signals = frozenset(signals)
         self.on_arrival: Callable[[], None] | None = None
-        """Called after each signal, from the thread that reads them."""
+        """Called after each signal, from whichever thread notices it."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._earlier_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._earlier_wakeup = _Wakeup(
+            signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        )
         self._earlier: dict[int, Any] = {}
         self._handler: Callable[[int, FrameType | None], None] = self._chain
         for number in self._signals:
@@ -74,54 +76,122 @@ class SignalListener:
             self._pending.difference_update(signals)
 
     def close(self) -> None:
-        """Give signals back to whoever had them. A second call does nothing."""
+        """Give signals back to whoever had them. A second call does nothing.
+
+        Only the main thread can give them back. Closed in another one, where what was forgotten may
+        be collected, its descriptors stay open: signals go on being written there, and would go
+        into the next file that gets the number.
+        """
         if self._closed:
             return
+        self._drain()
         self._closed = True
         _active.discard(self)
-        if threading.current_thread() is threading.main_thread():
+        is_in_main = threading.current_thread() is threading.main_thread()
+        if is_in_main:
             self._give_back()
         self._writer.send(b"\0")
-        self._thread.join()
-        self._reader.close()
-        self._writer.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if is_in_main:
+            self._reader.close()
+            self._writer.close()
+        else:
+            _kept_open.append(self)
 
     def _give_back(self) -> None:
-        current = signal.set_wakeup_fd(self._earlier_fd)
+        for later in list(_active):
+            later._forget_earlier(self)
+        current = signal.set_wakeup_fd(self._earlier_wakeup.usable)
         if current != self._writer.fileno():  # somebody took it over after us, and keeps it
             signal.set_wakeup_fd(current)
         for number, earlier in self._earlier.items():
             if signal.getsignal(number) == self._handler:
                 signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
+    def _forget_earlier(self, gone: SignalListener) -> None:
+        """Have before this listener what was before `gone`, where that was `gone`."""
+        if self._earlier_wakeup.descriptor == gone._writer.fileno():
+            self._earlier_wakeup = gone._earlier_wakeup
+        for number, earlier in self._earlier.items():
+            if earlier == gone._handler:
+                self._earlier[number] = gone._earlier[number]
+
     def _chain(self, number: int, frame: FrameType | None) -> None:
         """What Python runs in the main thread: the handler that was there before, if there was."""
+        if not self._closed:
+            self._make_good(number)
         earlier = self._earlier[number]
         if callable(earlier) and earlier is not signal.default_int_handler:
             earlier(number, frame)
 
+    def _make_good(self, number: int) -> None:
+        """Note a signal whose byte went past us: an event loop that comes takes the descriptor
+        over, and one that goes takes it with it."""
+        ours = self._writer.fileno()
+        current = signal.set_wakeup_fd(ours, warn_on_full_buffer=False)
+        if current == ours:
+            return
+        if current >= 0:
+            signal.set_wakeup_fd(current)
+        if current not in {each._writer.fileno() for each in _active}:  # which pass it on
+            with suppress(BlockingIOError):
+                self._writer.send(bytes([number]))
+
     def _read_on(self) -> None:
+        ready = select.poll()  # `select` takes no descriptor above 1023
+        ready.register(self._reader, select.POLLIN)
         while not self._closed:
-            select.select([self._reader], [], [])
-            if self.pending() and self.on_arrival is not None:
-                self.on_arrival()
+            ready.poll()
+            self._drain()
 
     def _drain(self) -> None:
-        with self._guard, suppress(BlockingIOError, OSError):
-            raw = self._reader.recv(4096)
+        with self._guard:
+            if self._closed:
+                return
+            try:
+                raw = self._reader.recv(4096)
+            except BlockingIOError:
+                return
             came = {signal.Signals(byte) for byte in raw if byte in self._signals}
             self._pending |= came
             self._seen_s = dict.fromkeys(came, time.monotonic()) | self._seen_s
-            if self._earlier_fd >= 0 and raw.strip(b"\0"):
-                with socket.socket(fileno=os.dup(self._earlier_fd)) as earlier:
-                    earlier.send(raw)
+            self._earlier_wakeup.write(raw.strip(b"\0"))
+        if came and self.on_arrival is not None:
+            self.on_arrival()
 
     def _leave_child(self) -> None:
         """In a forked child: the descriptors are the parent's, and so is what they carry."""
-        if signal.set_wakeup_fd(-1) != self._writer.fileno():
-            return
-        for number, earlier in self._earlier.items():
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        self._closed, self._guard = True, threading.RLock()
+        _active.discard(self)
+        self._give_back()
+
+
+class _Wakeup:
+    """A wakeup descriptor that somebody set; -1 is none. It may be closed meanwhile, and its number
+    another file's, which must get no bytes of signals."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._file = self._behind()
+
+    def _behind(self) -> tuple[int, int] | None:
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    @property
+    def usable(self) -> int:
+        """The descriptor while it is what it was; else -1."""
+        return self.descriptor if self._file is not None and self._behind() == self._file else -1
+
+    def write(self, raw: bytes) -> None:
+        """Pass on what came."""
+        if raw and self.usable >= 0:
+            with suppress(OSError):
+                os.write(self.descriptor, raw)
 
 
 def shield_worker(worker_id: int) -> None:
@@ -137,6 +207,7 @@ def shield_worker(worker_id: int) -> None:
 
 
 _active: weakref.WeakSet[SignalListener] = weakref.WeakSet()
+_kept_open: list[SignalListener] = []
 
 
 def _after_fork() -> None:

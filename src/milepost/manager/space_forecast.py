@@ -16,7 +16,10 @@ def forecast(directory: Path, nbytes: int, *, linked: int = 0) -> list[str]:
 
     Of these, `linked` will be links to what is there.
     """
-    free, new = free_nbytes(directory), nbytes - linked
+    try:
+        free, new = free_nbytes(directory), nbytes - linked
+    except OSError as error:  # the save is done
+        return [f"{directory}: whether the next saves fit is not known: {error.strerror}"]
     if free >= SAVES_AHEAD * new:
         return []
     shared = f" ({human(linked)} of it once for all)" if linked else ""

@@ -23,7 +23,12 @@ from milepost.checkpointing.save_prepare import SaveKeywords
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.world import is_distributed
 from milepost.engine.rendezvous import Conversation, led
-from milepost.errors import CheckpointError, InvalidInputError, RankError
+from milepost.errors import (
+    CheckpointError,
+    InvalidInputError,
+    RankError,
+    SaveOutcomeUnknownError,
+)
 from milepost.format.manifest import Manifest
 from milepost.hf.trainer_state import BestCheckpoint
 from milepost.layouts.run import RunListing, list_run
@@ -199,7 +204,9 @@ class StepSaver:
 
     def _opening(self, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
         """Before a save: where it stands in the run, and that its name is free."""
-        self.lineage = lineage = self.next_lineage()
+        if self.lineage is None:  # else the thread behind training may set it now
+            self.lineage = self.next_lineage()
+        lineage = self.lineage
         metrics = plain_numbers(options.get("metrics") or {})
         self._best = self._best_with(step, lineage, metrics)
         self._clear_name(step, lineage)
@@ -279,7 +286,7 @@ class StepSaver:
                 own = self._settle(report) if talk.is_coordinator else []
             raw = json.dumps(own).encode() if talk.is_coordinator else None
             notes = json.loads(talk.broadcast("notes", raw))
-        except RankError as error:  # the checkpoint is there
+        except (RankError, SaveOutcomeUnknownError) as error:  # the checkpoint is there
             notes = [*own, f"what followed the commit is not known: {error}"]
         self.took(time.monotonic() - start_s)
         return replace(report, notes=(*report.notes, *notes))
