@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +178,25 @@ def test_many_tensors_are_filled_by_several_threads(tmp_path: Path) -> None:
     fill_tensors(pairs, ReadOptions(threads=4))
     for tensor, (_, target) in zip(tensors, pairs, strict=True):
         assert torch.equal(tensor, target)
+
+
+@pytest.mark.parametrize("error", [DamagedError, KeyboardInterrupt])
+def test_an_error_of_a_thread_stops_the_others(error: type[BaseException], tmp_path: Path) -> None:
+    count = 0
+
+    def read(nbytes: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 5 and error is KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        elif count == 5:
+            raise DamagedError("no luck")
+        time.sleep(0.01)
+
+    stored = store(tmp_path / "part", torch.randn(10))
+    with pytest.raises(error):
+        fill_tensors([(stored, torch.empty(10))] * 1000, ReadOptions(threads=3, on_bytes=read))
+    assert 5 <= count < 500
 
 
 @pytest.mark.parametrize("threads", [1, 3])

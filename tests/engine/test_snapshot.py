@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -157,6 +159,20 @@ def test_the_memory_of_a_second_snapshot_is_that_of_the_first_whatever_the_sizes
     for _ in range(3):
         take_snapshot(tensors, buffers, threads=1).release()
         assert buffers.nbytes == taken
+
+
+def test_memory_is_given_back_when_no_thread_can_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    buffers = HostBuffers()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            take_snapshot([torch.zeros(100)], buffers, threads=1, later=[0])
+    nbytes = buffers.nbytes
+    take_snapshot([torch.zeros(100)], buffers, threads=1).release()
+    assert buffers.nbytes == nbytes, "the same memory"
 
 
 def test_copied_tensors_are_let_go() -> None:

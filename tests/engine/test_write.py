@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -303,6 +305,22 @@ def test_the_first_error_of_a_thread_stops_the_others_and_is_raised(
         write_files(writes, WriteOptions(threads=threads))
     assert written <= threads
     assert set(os.listdir("/proc/self/fd")) == before, "descriptors were left open"
+
+
+def test_a_keyboard_interrupt_stops_the_threads_that_write(tmp_path: Path) -> None:
+    written = 0
+
+    def wrote(nbytes: int) -> None:
+        nonlocal written
+        written += 1
+        if written == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    writes = [plan(tmp_path / str(i), [torch.randn(10)]) for i in range(1000)]
+    with pytest.raises(KeyboardInterrupt):
+        write_files(writes, WriteOptions(threads=3, on_bytes=wrote))
+    assert 5 <= written < 500
 
 
 def test_a_short_write_and_a_signal_are_continued(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def clone_store(store: KeyValueStore) -> KeyValueStore:
             found.set_result(clone())
         except (RuntimeError, NotImplementedError):
             found.set_result(store)
+        except BaseException as error:  # noqa: BLE001 - told to who waits
+            found.set_exception(error)
 
     threading.Thread(target=connect, name="milepost-connect", daemon=True).start()
     while True:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from milepost.engine.exchange import BufferPool, ExchangeStep, copy_boxes, run_exchange
 from milepost.engine.output import HASH_PIECE_NBYTES
+from milepost.engine.read import MAX_OPEN_FILES
 from milepost.engine.source import memory_of
 from milepost.engine.write import Durability, WriteOptions
 from milepost.format.digests import EXTENT_NBYTES, Extent
@@ -66,20 +67,20 @@ def copy_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> None:
 
     The files have their whole size, with blocks behind it. Durable when this returns, as asked.
     """
-    files = _Files()
+    files = _Files(options.durability)
     try:
         for step in steps:
             for parts in (step.own, *step.sends.values()):
                 for part in parts:
                     copy_boxes(part, _mapped(files.open(step.path), part.start, part.end))
-        files.sync(options)
+        files.sync()
     finally:
         files.close()
 
 
 def digest_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> dict[Path, list[Extent]]:
     """Read back this rank's chunks, which all ranks have copied; their extents, by file."""
-    files, extents = _Files(), _Extents()
+    files, extents = _Files(Durability.PAGE_CACHE), _Extents()
     buffer = memoryview(bytearray(CHUNK_NBYTES))
     try:
         for step in steps:
@@ -103,20 +104,29 @@ def _mapped(descriptor: int, start: int, end: int) -> Tensor:
 
 
 class _Files:
-    """Descriptors of the files that are written, opened when first needed."""
+    """Descriptors of the files that are written, opened when first needed. When there
+    are many, the first is made durable and closed; `sync` makes the rest durable."""
 
-    def __init__(self) -> None:
+    def __init__(self, durability: Durability) -> None:
+        self._durability = durability
         self._descriptors: dict[Path, int] = {}
 
     def open(self, path: Path) -> int:
         if path not in self._descriptors:
+            if len(self._descriptors) >= MAX_OPEN_FILES:
+                first = next(iter(self._descriptors))
+                self._sync(self._descriptors[first])
+                fileops.close_file(self._descriptors.pop(first))
             self._descriptors[path] = fileops.open_file(path, os.O_RDWR)
         return self._descriptors[path]
 
-    def sync(self, options: WriteOptions) -> None:
-        if options.durability is Durability.DURABLE:
-            for descriptor in self._descriptors.values():
-                fileops.sync_data(descriptor)
+    def sync(self) -> None:
+        for descriptor in self._descriptors.values():
+            self._sync(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        if self._durability is Durability.DURABLE:
+            fileops.sync_data(descriptor)
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -158,7 +168,7 @@ class _Writer:
 
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
-        self._files, self._digests = _Files(), _Extents()
+        self._files, self._digests = _Files(options.durability), _Extents()
         self.pool = BufferPool(_BUFFERS)
         self.extents: dict[Path, list[Extent]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="milepost-exchange")
@@ -195,7 +205,7 @@ class _Writer:
         """Wait for all chunks, and make the files durable."""
         while self._pending:
             self._pending.popleft().result()
-        self._files.sync(self._options)
+        self._files.sync()
         self.extents = self._digests.finished()
 
     def close(self) -> None:

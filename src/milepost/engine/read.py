@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -25,6 +26,9 @@ from milepost.geometry.blocks import Span, blocks_of_range, byte_runs
 READ_PIECE_NBYTES = 8 * 1024 * 1024
 MERGE_GAP_NBYTES = 16 * 1024
 HASH_PIECE_NBYTES = 512 * 1024
+MAX_OPEN_FILES = 256  # many systems let a process open 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +127,20 @@ def fill_tensors(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], options: Re
     with `copy_` from a bounded piece, which casts when dtypes differ. Shapes must agree. An error
     leaves targets half filled.
     """
-    with OpenFiles(sorted({stored.path for stored, _ in pairs})) as files, torch.no_grad():
-        tasks = [task for stored, target in pairs for task in fill_tasks(files, stored, target)]
-        run_tasks(tasks, options)
+    for some in in_groups_of_files(pairs, lambda pair: pair[0].path):
+        with OpenFiles(sorted({stored.path for stored, _ in some})) as files, torch.no_grad():
+            tasks = [task for stored, target in some for task in fill_tasks(files, stored, target)]
+            run_tasks(tasks, options)
+
+
+def in_groups_of_files(reads: Iterable[T], path_of: Callable[[T], Path]) -> Iterator[list[T]]:
+    """The reads, file by file, in groups of no more files than a process may surely open."""
+    by_path: dict[Path, list[T]] = {}
+    for read in reads:
+        by_path.setdefault(path_of(read), []).append(read)
+    paths = list(by_path)
+    for start in range(0, len(paths), MAX_OPEN_FILES):
+        yield [read for path in paths[start : start + MAX_OPEN_FILES] for read in by_path[path]]
 
 
 Task = Callable[[ReadOptions, Scratch], None]
@@ -251,27 +266,35 @@ def report_bytes(options: ReadOptions, nbytes: int) -> None:
 
 
 def run_tasks(tasks: Sequence[Task], options: ReadOptions) -> None:
+    """Run all tasks on a few threads; the first error stops the rest and is raised."""
     if options.threads <= 1 or len(tasks) <= 1:
         scratch = Scratch(READ_PIECE_NBYTES)
         for task in tasks:
             task(options, scratch)
         return
     remaining = iter(tasks)
-    guard = threading.Lock()
+    guard, failed = threading.Lock(), threading.Event()
 
     def work() -> None:
         scratch = Scratch(READ_PIECE_NBYTES)
         with torch.no_grad():
-            while True:
+            while not failed.is_set():
                 with guard:
                     task = next(remaining, None)
                 if task is None:
                     return
-                task(options, scratch)
+                try:
+                    task(options, scratch)
+                except BaseException:
+                    failed.set()
+                    raise
 
     with ThreadPoolExecutor(options.threads, thread_name_prefix="milepost-read") as pool:
-        for future in [pool.submit(work) for _ in range(min(options.threads, len(tasks)))]:
-            future.result()
+        try:
+            for future in [pool.submit(work) for _ in range(min(options.threads, len(tasks)))]:
+                future.result()
+        finally:  # a KeyboardInterrupt too ends the others
+            failed.set()
 
 
 def _read_box(

@@ -29,6 +29,7 @@ from milepost.engine.read import (
     StoredTensor,
     Task,
     fill_tasks,
+    in_groups_of_files,
     read_fully,
     report_bytes,
     run_tasks,
@@ -85,11 +86,10 @@ def fill_shards(
     With a `proof`, extents that are read whole are compared with their digests on the way;
     `DamagedError` when one differs.
     """
-    with (
-        OpenFiles(sorted({read.stored.path for read in reads})) as files,
-        torch.no_grad(),
-    ):
-        run_tasks([task for read in reads for task in _tasks(files, read, proof)], options)
+    for some in in_groups_of_files(reads, lambda read: read.stored.path):
+        paths = sorted({read.stored.path for read in some})
+        with OpenFiles(paths) as files, torch.no_grad():
+            run_tasks([task for read in some for task in _tasks(files, read, proof)], options)
 
 
 def _tasks(files: OpenFiles, read: ShardRead, proof: Proof | None) -> Iterator[Task]:

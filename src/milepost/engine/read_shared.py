@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from milepost.engine.read import OpenFiles, ReadOptions, StoredTensor, read_fully, report_bytes
+from milepost.engine.read import (
+    MAX_OPEN_FILES,
+    OpenFiles,
+    ReadOptions,
+    StoredTensor,
+    read_fully,
+    report_bytes,
+)
 from milepost.engine.read_shard import ShardRead, fill_shards
 from milepost.engine.rendezvous import Conversation
 from milepost.engine.source import memory_of
@@ -192,6 +199,8 @@ class _Files:
     def read(self, stored: StoredTensor, rows: Sequence[Span], block: Tensor) -> None:
         """Fill `block` with the whole rows `rows` of a stored tensor, one span after the other."""
         if stored.path not in self._open:
+            if len(self._open) >= MAX_OPEN_FILES:
+                self._open.pop(next(iter(self._open))).__exit__()
             self._open[stored.path] = OpenFiles([stored.path])
         descriptor = self._open[stored.path].descriptor(stored.path)
         memory = memory_of(block)

@@ -51,6 +51,8 @@ class Rendezvous:
         self.knows_outcome = True
         """False once the store is gone, or the coordinator fell silent after `claim`: what it was
         about to make visible may be there or not."""
+        self.heard_all = False
+        """Whether every rank has said something: at the coordinator, where it gathers."""
         self._own_keys: list[str] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,7 +103,9 @@ class Rendezvous:
         if not self.is_coordinator:
             self._put(f"{name}/{self.rank}", value)
             return []
-        return [value, *(self._get(f"{name}/{rank}", rank) for rank in range(1, self.world_size))]
+        others = [self._get(f"{name}/{rank}", rank) for rank in range(1, self.world_size)]
+        self.heard_all = True
+        return [value, *others]
 
     def broadcast(self, name: str, value: bytes | None = None) -> bytes:
         """The coordinator's value, on every rank; only the coordinator passes one."""
@@ -252,7 +256,7 @@ class Rendezvous:
             raise self._store_gone(error) from error
 
     def forget(self) -> None:
-        """Delete this rank's keys; called two conversations later, when all have read them."""
+        """Delete this rank's keys; called when all have read them."""
         shared = [self._outcome, self._failure] if self.is_coordinator else []
         for key in [*self._own_keys, f"{self.topic}/beat/{self.rank}", *shared]:
             with suppress(RuntimeError, OSError):

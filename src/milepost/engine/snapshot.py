@@ -67,8 +67,9 @@ class Snapshot:
             event.synchronize()
         self._later = [pair for n, pair in in_memory if n in later]
         if self._later:
-            self._thread = threading.Thread(target=self._copy_later, name="milepost-staging")
-            self._thread.start()
+            thread = threading.Thread(target=self._copy_later, name="milepost-staging")
+            thread.start()
+            self._thread = thread
 
     def _copy_later(self) -> None:
         try:

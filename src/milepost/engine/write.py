@@ -152,23 +152,37 @@ def write_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list
     synced here. `NoSpaceError`, or `OSError` as the file system raises it; what was created stays
     for the caller, who owns the directory, to remove.
     """
-    return _write_all(writes, options, _CREATE)
+    create_files(writes)
+    return fill_files(writes, options)
 
 
-def create_files(writes: Sequence[FileWrite], options: WriteOptions) -> None:
-    """Create the files with their whole size reserved, for several ranks to fill."""
-    files: list[_OpenFile] = []
-    try:
-        files.extend(_OpenFile(write, options, _CREATE) for write in writes)
-        _reserve_all(files)
-    finally:
-        for file in files:
-            file.close()
+def create_files(writes: Sequence[FileWrite]) -> None:
+    """Create the files with their whole size reserved, where the file system can, for several ranks
+    to fill.
+
+    What is shown as free is asked first: a reservation that fails has taken all of it meanwhile,
+    and other processes would run into a full disk.
+    """
+    if writes:
+        require_space(writes[0].path.parent, sum(write.nbytes for write in writes))
+    for write in writes:
+        descriptor = fileops.open_file(write.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            if not fileops.reserve_file(descriptor, write.nbytes):
+                fileops.truncate_file(descriptor, write.nbytes)
+        finally:
+            fileops.close_file(descriptor)
 
 
 def fill_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
     """Write these pieces into files that exist, and make them durable; see `write_files`."""
-    return _write_all(writes, options, os.O_RDWR)
+    files = [_FileToFill(write, options) for write in writes]
+    try:
+        _run_tasks([task for file in files for task in file.tasks()], options)
+        return [file.finished_extents() for file in files]
+    finally:
+        for file in files:
+            file.close()
 
 
 def digest_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[list[Extent]]:
@@ -192,53 +206,19 @@ def digest_files(writes: Sequence[FileWrite], options: WriteOptions) -> list[lis
     return [extents[id(write)] for write in writes]
 
 
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL
+class _FileToFill:
+    """One file while it is written: its descriptors, extents and what is still to come.
 
-
-def _write_all(
-    writes: Sequence[FileWrite], options: WriteOptions, flags: int
-) -> list[list[Extent]]:
-    files: list[_OpenFile] = []
-    try:
-        files.extend(_OpenFile(write, options, flags) for write in writes)
-        if flags & os.O_CREAT:
-            _reserve_all(files)
-        _run_tasks([task for file in files for task in file.tasks()], options)
-        return [file.finished_extents() for file in files]
-    finally:
-        for file in files:
-            file.close()
-
-
-def _reserve_all(files: Sequence[_OpenFile]) -> None:
-    """Reserve room for all files, where the file system can.
-
-    What is shown as free is asked first: a reservation that fails has taken all of it meanwhile,
-    and other processes would run into a full disk.
+    It is open from its first run to its last, so that a checkpoint may have more files than a
+    process can open.
     """
-    if files:
-        require_space(files[0].write.path.parent, sum(file.write.nbytes for file in files))
-    for file in files:
-        if not file.reserve():
-            file.set_size()
 
-
-class _OpenFile:
-    """One file while it is written: its descriptors, extents and what is still to come."""
-
-    def __init__(self, write: FileWrite, options: WriteOptions, flags: int) -> None:
+    def __init__(self, write: FileWrite, options: WriteOptions) -> None:
         self.write = write
         self.options = options
         self.ranges = write.extents()
         self.digests: list[bytes | None] = [None] * len(self.ranges)
-        self.direct = -1
-        self.buffered = fileops.open_file(write.path, flags)
-        try:
-            if self._wants_direct():
-                self._open_direct()
-        except BaseException:
-            self.close()
-            raise
+        self.buffered = self.direct = -1
         self._runs = list(_runs_of(self.ranges))
         self._left = len(self._runs)
         self._guard = threading.Lock()
@@ -250,20 +230,20 @@ class _OpenFile:
     def _wants_direct(self) -> bool:
         return self.is_durable and self.options.mode is WriteMode.DIRECT
 
+    def _open(self) -> None:
+        with self._guard:
+            if self.buffered >= 0:
+                return
+            self.buffered = fileops.open_file(self.write.path, os.O_RDWR)
+            if self._wants_direct():
+                self._open_direct()
+
     def _open_direct(self) -> None:
         try:
             self.direct = fileops.open_file(self.write.path, os.O_WRONLY | os.O_DIRECT)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-
-    def reserve(self) -> bool:
-        """Set the size, with blocks behind it; False where the file system cannot do that."""
-        return fileops.reserve_file(self.buffered, self.write.nbytes)
-
-    def set_size(self) -> None:
-        """Set the size without blocks behind it."""
-        fileops.truncate_file(self.buffered, self.write.nbytes)
 
     def tasks(self) -> Iterator[Callable[[_Worker], None]]:
         if not self._runs:
@@ -272,9 +252,11 @@ class _OpenFile:
             yield partial(self._write_run, first=first, last=last)
 
     def _sync_empty(self, worker: _Worker) -> None:
-        self._sync()
+        self._open()
+        self._finish()
 
     def _write_run(self, worker: _Worker, *, first: int, last: int) -> None:
+        self._open()
         out = worker.direct_output(self) if self.direct >= 0 else BufferedOutput(self)
         out.begin(self.ranges[first][0], self.ranges[last - 1][1])
         for number in range(first, last):
@@ -287,11 +269,12 @@ class _OpenFile:
             self._left -= 1
             is_last = self._left == 0
         if is_last:
-            self._sync()
+            self._finish()
 
-    def _sync(self) -> None:
+    def _finish(self) -> None:
         if self.is_durable:
             fileops.sync_data(self.buffered)
+        self.close()
 
     def wrote(self, nbytes: int) -> None:
         if self.options.on_bytes is not None:
@@ -334,7 +317,7 @@ class _Worker:
         self.scratch = Scratch(SCRATCH_NBYTES)
         self._output: DirectOutput | None = None
 
-    def direct_output(self, file: _OpenFile) -> DirectOutput:
+    def direct_output(self, file: _FileToFill) -> DirectOutput:
         if self._output is None:
             self._output = DirectOutput()
         self._output.attach(file)
@@ -366,5 +349,8 @@ def _run_tasks(tasks: Sequence[Callable[[_Worker], None]], options: WriteOptions
         work()
         return
     with ThreadPoolExecutor(count, thread_name_prefix="milepost-write") as pool:
-        for future in [pool.submit(work) for _ in range(count)]:
-            future.result()
+        try:
+            for future in [pool.submit(work) for _ in range(count)]:
+                future.result()
+        finally:  # a KeyboardInterrupt too ends the others
+            failed.set()
