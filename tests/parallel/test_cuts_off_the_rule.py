@@ -186,7 +186,7 @@ def by_label(rank: int, ranks: int, offset: float = 0.0) -> torch.Tensor:
     """What `rank` has of the blocks of a projection whose row i is i, plus `offset`."""
     whole = (torch.arange(float(sum(SIZES))) + offset)[:, None].expand(-1, WIDTH)
     parts = []
-    for block, heads in zip(whole.split(SIZES), GROUPS, strict=True):
+    for block, heads in zip(torch.split(whole, list(SIZES)), GROUPS, strict=True):
         shared = max(1, ranks // heads)
         parts.append(block.chunk(ranks // shared)[rank // shared])
     return torch.cat(parts)

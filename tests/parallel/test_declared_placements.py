@@ -234,14 +234,17 @@ def test_a_name_that_is_not_there_is_refused() -> None:
         )
 
 
-def test_packing_and_padding_in_one_dim_are_refused() -> None:
+@pytest.mark.parametrize(
+    "placement", [PLACEMENTS["gate_up.weight"], mp.PackedShard(0, (4, 2))], ids=["equal", "unequal"]
+)
+def test_packing_and_padding_in_one_dim_are_refused(placement: Any) -> None:
     with pytest.raises(InvalidInputError, match="packed and padded"):
         mp.declare_placement(
             nn.Linear(2, 8, bias=False),
             "weight",
             global_shape=(6, 2),
             mesh=[0],
-            placements=[PLACEMENTS["gate_up.weight"]],
+            placements=[placement],
             padded_shape=(8, 2),
         )
 

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from milepost.geometry.placement import IndexSet, Placement, Replicate, Shard
+from milepost.geometry.placement import IndexSet, Replicate, Shard
 from milepost.plan import division as divisions
 from milepost.plan import shares
 from milepost.plan.byte_boxes import placed_boxes
 from milepost.plan.division import FileDivision, FileTensor, Item, RankPlan
 from milepost.plan.holding import Holding, PlacementClass, group_holdings
 from milepost.plan.shares import TensorPlace, WriteRules
+from tests.geometry.test_placement import placements_on
 
 Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 PAGE = 16
@@ -61,7 +62,7 @@ class World:
 
 
 @st.composite
-def holdings(draw: st.DrawFn, world: int, dims: int) -> Holding:
+def holdings(draw: st.DrawFn, world: int, shape: tuple[int, ...]) -> Holding:
     """One mesh over some of the ranks, or the same placements on two disjoint meshes."""
     copies = draw(st.integers(1, 2))
     mesh = draw(
@@ -69,9 +70,7 @@ def holdings(draw: st.DrawFn, world: int, dims: int) -> Holding:
         .map(tuple)
         .filter(lambda m: prod(m) * copies <= world)
     )
-    cut = st.builds(Shard, st.integers(0, max(0, dims - 1)), st.sampled_from([1, 1, 2]))
-    options = st.one_of(st.just(Replicate()), cut) if dims else st.just(Replicate())
-    placements: tuple[Placement, ...] = tuple(draw(options) for _ in mesh)
+    placements = draw(placements_on(mesh, shape)) if shape else (Replicate(),) * len(mesh)
     order = draw(st.permutations(range(world)))
     size = prod(mesh)
     classes = [
@@ -92,7 +91,7 @@ def worlds(draw: st.DrawFn) -> World:
         itemsize = draw(st.sampled_from([1, 2, 4]))
         place = TensorPlace(shape=shape, start=start, itemsize=itemsize)
         if place.nbytes:
-            tensors.append(FileTensor(f"t{number}", place, draw(holdings(size, len(shape)))))
+            tensors.append(FileTensor(f"t{number}", place, draw(holdings(size, shape))))
         start = place.end
     hosts = tuple(draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)))
     seeing = draw(st.sets(st.integers(1, size - 1)) if size > 1 else st.just(set()))
@@ -114,22 +113,18 @@ class Run:
         self.world, self.content = world, content
         self.plans: list[RankPlan] = []
         for rank in range(world.size):
-            file = FileDivision(
-                0,
-                world.tensors,
-                world.rules,
-                header_nbytes=world.header_nbytes,
-                turn=world.turn,
+            self.file = FileDivision(
+                0, world.tensors, world.rules, header_nbytes=world.header_nbytes, turn=world.turn
             )
             held = [
                 number
                 for number, tensor in enumerate(world.tensors)
                 if tensor.holding.shard_coordinate(rank) is not None
             ]
-            self.plans.append(file.plan(rank, held))
+            self.plans.append(self.file.plan(rank, held))
 
     def local(self, tensor: int, rank: int) -> tuple[Bytes, IndexSet]:
-        """A shard as bytes, cut from the file by its index set, and the index set."""
+        """A shard as bytes, cut from the file by its index set, and what it has for the file."""
         _, place, holding = self.world.tensors[tensor]
         coordinate = holding.shard_coordinate(rank)
         assert coordinate is not None, f"rank {rank} holds nothing of tensor {tensor}"
@@ -140,7 +135,7 @@ class Run:
             whole = whole[grid]
         shape = whole.shape
         merged = (*shape[:-2], shape[-2] * shape[-1]) if len(shape) > 1 else shape
-        return whole.reshape(merged), held
+        return whole.reshape(merged), self.file.division(tensor).held(coordinate)
 
     def message(self, items: Sequence[Item], rank: int) -> bytes:
         """What a sender packs for items, from its own memory."""
@@ -155,8 +150,8 @@ class Run:
     def unpack(self, items: Sequence[Item], message: bytes, target: Bytes) -> None:
         """Put a message where the receiver wants it, by the receiver's own arithmetic."""
         for item in items:
-            _, place, holding = self.world.tensors[item.tensor]
-            held = holding.held(place.shape, item.coordinate)
+            place = self.world.tensors[item.tensor].place
+            held = self.file.division(item.tensor).held(item.coordinate)
             for box in placed_boxes(place, held, item.start, item.end):
                 begin = item.start + box.offset
                 view = target[begin : begin + prod(box.shape)].reshape(box.shape)
@@ -176,11 +171,16 @@ class Run:
             found.append((start, self.message([item], rank)))
         for key, step in plan.steps.items():
             target = np.full(world.nbytes, 255, np.uint8)
-            self.unpack(step.own, self.message(step.own, rank), target)
+            own = self.message(step.own, rank)
+            self.unpack(step.own, own, target)
+            came = len(own)
             for sender, items in step.receives.items():
                 sent = self.plans[sender].steps[key].sends[rank]
                 assert [item[:3] for item in sent] == [item[:3] for item in items]
-                self.unpack(items, self.message(sent, sender), target)
+                message = self.message(sent, sender)
+                self.unpack(items, message, target)
+                came += len(message)
+            assert came == sum(end - start for start, end, _ in step.chunks)
             found += [(start, target[start:end].tobytes()) for start, end, _ in step.chunks]
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from milepost.errors import InvalidInputError, MismatchError
-from milepost.geometry.placement import Replicate, Shard
+from milepost.geometry.placement import PackedShard, Replicate, Shard
 from milepost.plan.holding import PlacementClass
 from milepost.plan.inventory import SELF, Inventory, LeafInfo, holding_of, merge_inventories
 
@@ -22,8 +22,10 @@ def inventory(**leaves: LeafInfo) -> Inventory:
 
 def test_an_inventory_survives_its_compact_form() -> None:
     mesh = PlacementClass((2, 2), (0, 1, 2, 3), (Replicate(), Shard(1, 2)))
+    packed = PlacementClass((2, 2), (0, 1, 2, 3), (PackedShard(0, (6, 2), (1, 2)), Shard(0)))
     first = Inventory(
-        sets={"model": {"w": leaf(mesh), "b": leaf(SELF, shape=())}}, facts={"step": "7"}
+        sets={"model": {"w": leaf(mesh), "qkv": leaf(packed), "b": leaf(SELF, shape=())}},
+        facts={"step": "7"},
     )
     assert Inventory.from_bytes(first.to_bytes()) == first
 

@@ -21,7 +21,7 @@ from milepost.adapters.fold import Change, Factor, low_rank_of, take
 from milepost.adapters.merged_tensor import Folded, merged
 from milepost.checkpointing.adapter_save import Adapters, AdapterSave
 from milepost.checkpointing.capture import Captured
-from milepost.checkpointing.world import exchange_group
+from milepost.checkpointing.world import agreed_exchange_group
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import InvalidInputError
 from milepost.geometry.placement import (
@@ -32,7 +32,7 @@ from milepost.geometry.placement import (
     span_length,
     whole,
 )
-from milepost.plan.holding import PlacementClass
+from milepost.plan.holding import Holding, PlacementClass
 from milepost.plan.inventory import SELF
 from milepost.state.placements import Held, describe, local_part, own_rank
 from milepost.state.tensors import torch_dtype
@@ -213,6 +213,7 @@ def _gathered(
     agreed: dict[str, tuple[list[int], str]] = json.loads(talk.broadcast("factors-travel", told))
     here = {name: _placement(every[name].tensor) for name in agreed if name in every}
     givers = _givers(talk, "factors", here)
+    group = agreed_exchange_group(talk, "factors") if agreed else None
     found: dict[str, Tensor] = {}
     for batch in _batches(agreed):
         memory = torch.zeros(sum(nbytes for _, nbytes in batch), dtype=torch.uint8)
@@ -228,7 +229,7 @@ def _gathered(
                 found[name] = target
             position += nbytes
         # Not a sum: meshes of the same shape beside each other have the same bytes.
-        dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=exchange_group())
+        dist.all_reduce(memory, op=dist.ReduceOp.MAX, group=group)
     return found
 
 
@@ -309,6 +310,12 @@ class _Squares:
 
     def _add_up(self, talk: Conversation, weights: list[_Weight]) -> None:
         own = {f"{w.key}/{w.name}": w for w in weights if _is_cut_across(w)}
+        for name, each in own.items():
+            if Holding(each.held.info.classes).is_shared:
+                raise InvalidInputError(
+                    f"{name}: the norms of DoRA would count the blocks twice that ranks share; "
+                    "save with adapters=Adapters.ALONE"
+                )
         lengths = {n: w.held.info.shape[w.change.magnitude_dim] for n, w in own.items()}
         every: dict[str, int] = {}
         for raw in talk.gather("squares", json.dumps(lengths).encode()):
@@ -317,12 +324,13 @@ class _Squares:
         agreed: dict[str, int] = json.loads(talk.broadcast("squares-of-all", told))
         here = {name: weight.held.info.classes[0] for name, weight in own.items()}
         givers = _givers(talk, "squares", here)
+        group = agreed_exchange_group(talk, "squares") if agreed else None
         for name, length in agreed.items():
             total = torch.zeros(length, dtype=torch.float32)
             weight = own.get(name)
             if weight is not None and name in givers:
                 self._spread(weight, total)
-            dist.all_reduce(total, group=exchange_group())
+            dist.all_reduce(total, group=group)
             if weight is not None:
                 spans = weight.part[weight.change.magnitude_dim]
                 mine = take(total, (spans,))

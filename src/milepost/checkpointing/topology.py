@@ -12,7 +12,6 @@ from torch import Tensor
 from milepost.checkpointing.capture import Captured, State
 from milepost.engine.rendezvous import Conversation
 from milepost.format.fingerprint import Differences, OptimizerStateFingerprint, Stated
-from milepost.geometry.placement import Shard
 from milepost.hf.live import hf_config, unwrap
 from milepost.plan.inventory import Inventory, LeafInfo, holding_of
 from milepost.plan.stages import find_stages
@@ -185,6 +184,6 @@ def _replicas(experts: Mapping[str, LeafInfo]) -> int | None:
     """Ranks that hold the same part of the experts; None where no rank holds a part of them."""
     for name, leaf in experts.items():
         holding = holding_of(leaf, name)
-        if any(isinstance(placement, Shard) for _, placement in holding.signature):
+        if holding.signature:
             return holding.replica_count
     return None

@@ -3,7 +3,7 @@
 A shard is an index set, not a rectangle: per dim a list of spans in local order. A packed weight
 under tensor parallelism, or a strided shard of FSDP2 over TP, holds several disjoint spans of one
 dim. The arithmetic is that of `torch.chunk`, walked over the placements from left to right, and is
-exact for every placement that splits: uneven, empty, nested and strided.
+exact for every placement that splits: uneven, empty, nested, strided and packed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,27 @@ class Shard:
     padded_length: int = 0
 
 
-Placement: TypeAlias = Replicate | Shard
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """Dim `dim` is blocks of the lengths `sizes`, one after the other, each cut by itself.
+
+    For a fused projection whose blocks differ in length, such as query, key and value with fewer
+    key and value heads: a rank holds its chunk of each block, by the rule of `torch.chunk`, in the
+    order of the blocks. `sizes` are those of the global tensor and add up to its dim.
+
+    `replicas` gives for each block the number of neighbouring ranks of the mesh axis that hold the
+    same chunk: with 2 key heads on 8 ranks it is 4, where a block of as many heads as ranks has 1.
+    It divides the length of the axis. Such a chunk is saved once, by the first of its ranks, and
+    each of them loads it.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    replicas: tuple[int, ...] = ()
+
+
+AnyShard: TypeAlias = Shard | PackedShard
+Placement: TypeAlias = Replicate | AnyShard
 
 
 def chunk(length: int, count: int, index: int) -> Span:
@@ -72,23 +92,101 @@ def index_set(
     (((2, 4), (6, 8)), ((0, 2),))
     >>> index_set((65, 2), (2,), (1,), (Shard(0, padded_length=128),))
     (((64, 65),), ((0, 2),))
+    >>> index_set((12, 2), (2,), (1,), (PackedShard(0, sizes=(8, 2, 2)),))
+    (((4, 8), (9, 10), (11, 12)), ((0, 2),))
     """
     spans = list(whole(shape))
     for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, AnyShard):
             dim = placement.dim
             spans[dim] = _cut(spans[dim], placement, count, index)
     return tuple(spans)
 
 
-def _cut(spans: Spans, placement: Shard, count: int, index: int) -> Spans:
-    length = max(span_length(spans), placement.padded_length)
+def _cut(spans: Spans, placement: AnyShard, count: int, index: int) -> Spans:
     found: list[Span] = []
+    for start, end in _positions_held(placement, span_length(spans), count, index):
+        for span in between(spans, start, end):
+            _append(found, span)
+    return tuple(found)
+
+
+def _positions_held(placement: AnyShard, length: int, count: int, index: int) -> Iterator[Span]:
+    if isinstance(placement, PackedShard):
+        yield from (span for span, _ in _block_chunks(placement, count, index))
+        return
+    length = max(length, placement.padded_length)
     for number in range(placement.split_factor):
         first, last = chunk(length, placement.split_factor, number)
         start, end = chunk(last - first, count, index)
-        for span in between(spans, first + start, first + end):
-            _append(found, span)
+        yield first + start, first + end
+
+
+def _block_chunks(packed: PackedShard, count: int, index: int) -> Iterator[tuple[Span, bool]]:
+    """The chunk of each block at `index` of `count` ranks, and whether it is its first holder."""
+    start = 0
+    for size, shared in zip(packed.sizes, packed.replicas or (1,) * len(packed.sizes), strict=True):
+        first, last = chunk(size, count // shared, index // shared)
+        yield (start + first, start + last), index % shared == 0
+        start += size
+
+
+def owned_set(
+    shape: Shape,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> IndexSet:
+    """The part of `index_set` that no rank before it on an axis holds too.
+
+    Over all coordinates of the axes that cut, these are every element once.
+
+    >>> heads = PackedShard(0, sizes=(8, 2), replicas=(1, 2))
+    >>> owned_set((10, 2), (2,), (1,), (heads,))
+    (((4, 8),), ((0, 2),))
+    """
+    spans = list(index_set(shape, mesh_shape, coordinate, placements))
+    for count, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, PackedShard) and placement.replicas:
+            chunks = _block_chunks(placement, count, index)
+            own = [span for span, is_first in chunks if is_first]
+            spans[placement.dim] = _common(spans[placement.dim], own)
+    return tuple(spans)
+
+
+def _common(spans: Spans, own: Sequence[Span]) -> Spans:
+    found: list[Span] = []
+    for start, end in spans:
+        for low, high in own:
+            if max(start, low) < min(end, high):
+                _append(found, (max(start, low), min(end, high)))
+    return tuple(found)
+
+
+def hide(held: IndexSet, owned: IndexSet, shape: Shape) -> IndexSet:
+    """`held` with all that is not `owned` past the end of its dim, where no range meets it.
+
+    It keeps its room there, so that what is owned has its own place in the local tensor.
+
+    >>> hide((((4, 8), (8, 10)),), (((8, 10),),), (10,))
+    (((14, 18), (8, 10)),)
+    """
+    return tuple(
+        spans if spans == own else _hidden(spans, own, length)
+        for spans, own, length in zip(held, owned, shape, strict=True)
+    )
+
+
+def _hidden(spans: Spans, own: Spans, length: int) -> Spans:
+    found: list[Span] = []
+    for start, end in spans:
+        for low, high in _common(((start, end),), own):
+            if start < low:
+                found.append((length + start, length + low))
+            found.append((low, high))
+            start = high
+        if start < end:
+            found.append((length + start, length + end))
     return tuple(found)
 
 

@@ -329,12 +329,12 @@ def _peers_with(division: Division, block: RowBlock, start: int, end: int) -> It
 def _spans_of_peers(
     holding: Holding, shape: Shape, coordinate: Coordinate
 ) -> tuple[tuple[int, int, Coordinate], ...]:
-    """The spans of dim 1 that the peers of a block hold, in order; they are disjoint or equal."""
+    """The spans of dim 1 that the peers of a block send, in order; they are disjoint or equal."""
     return tuple(
         sorted(
             (first, last, peer)
             for peer in holding.peers(coordinate)
-            for first, last in holding.held(shape, peer)[1]
+            for first, last in holding.owned(shape, peer)[1]
         )
     )
 
@@ -349,8 +349,9 @@ def _segments_with(
         yield from division.block_segments(block)
         return
     unit, done = place.row_nbytes // place.shape[1], -1
+    spans = sorted(division.holding.owned(place.shape, coordinate)[1])
     for row in range(low, high, place.row_nbytes):
-        for first, last in sorted(division.held(coordinate)[1]):
+        for first, last in spans:
             for segment in division.block_segments(block, row + first * unit, row + last * unit):
                 if segment.start > done:
                     done = segment.start

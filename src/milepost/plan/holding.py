@@ -14,11 +14,13 @@ from math import prod
 
 from milepost.geometry.blocks import Shape
 from milepost.geometry.placement import (
+    AnyShard,
     IndexSet,
+    PackedShard,
     Placement,
-    Shard,
     coordinate_of,
     index_set,
+    owned_set,
 )
 
 
@@ -51,16 +53,16 @@ class PlacementClass:
         return None if position is None else coordinate_of(position, self.mesh_shape)
 
     @cached_property
-    def cut(self) -> tuple[tuple[int, int, Shard], ...]:
+    def cut(self) -> tuple[tuple[int, int, AnyShard], ...]:
         """The mesh axes that cut the tensor: (axis, its length, the placement)."""
         return tuple(
             (axis, self.mesh_shape[axis], placement)
             for axis, placement in enumerate(self.placements)
-            if isinstance(placement, Shard)
+            if isinstance(placement, AnyShard)
         )
 
     @cached_property
-    def signature(self) -> tuple[tuple[int, Shard], ...]:
+    def signature(self) -> tuple[tuple[int, AnyShard], ...]:
         """How the tensor is cut, without regard to which ranks do it."""
         return tuple((length, placement) for _, length, placement in self.cut)
 
@@ -78,7 +80,7 @@ class Holding:
     classes: tuple[PlacementClass, ...]
 
     @cached_property
-    def signature(self) -> tuple[tuple[int, Shard], ...]:
+    def signature(self) -> tuple[tuple[int, AnyShard], ...]:
         """The axes that cut: how many shards each makes, and how."""
         return self.classes[0].signature
 
@@ -133,8 +135,23 @@ class Holding:
 
     def held(self, shape: Shape, coordinate: tuple[int, ...]) -> IndexSet:
         """The index set at a shard coordinate."""
-        placements = tuple(placement for _, placement in self.signature)
-        return index_set(shape, self.grid, coordinate, placements)
+        return index_set(shape, self.grid, coordinate, self._placements)
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether shards have elements in common."""
+        cuts = self._placements
+        return any(
+            isinstance(cut, PackedShard) and any(n > 1 for n in cut.replicas) for cut in cuts
+        )
+
+    def owned(self, shape: Shape, coordinate: tuple[int, ...]) -> IndexSet:
+        """The part of it that belongs to this coordinate alone: what two share is the first's."""
+        return owned_set(shape, self.grid, coordinate, self._placements)
+
+    @cached_property
+    def _placements(self) -> tuple[AnyShard, ...]:
+        return tuple(placement for _, placement in self.signature)
 
     @cached_property
     def row_axes(self) -> tuple[int, ...]:
@@ -170,7 +187,7 @@ class Holding:
 
 def group_holdings(classes: Sequence[PlacementClass]) -> list[Holding]:
     """Classes of one tensor grouped by how they cut it, the group of the lowest rank first."""
-    groups: dict[tuple[tuple[int, Shard], ...], list[PlacementClass]] = {}
+    groups: dict[tuple[tuple[int, AnyShard], ...], list[PlacementClass]] = {}
     for placement_class in sorted(classes, key=lambda c: min(c.ranks)):
         groups.setdefault(placement_class.signature, []).append(placement_class)
     return [Holding(tuple(group)) for group in groups.values()]

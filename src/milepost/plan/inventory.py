@@ -17,7 +17,7 @@ import msgspec
 from milepost.errors import InvalidInputError, MismatchError
 from milepost.geometry.axis_view import AxisKind, Fixed
 from milepost.geometry.blocks import Shape
-from milepost.geometry.placement import Placement, Replicate, Shard
+from milepost.geometry.placement import PackedShard, Placement, Replicate, Shard
 from milepost.plan.holding import Holding, PlacementClass, group_holdings
 from milepost.plan.hub_views import (
     ViewRun,
@@ -161,17 +161,28 @@ def _class_to_list(c: PlacementClass) -> list[Any]:
     return [c.mesh_shape, c.ranks, [_placement_to_list(p) for p in c.placements]]
 
 
-def _placement_to_list(placement: Placement) -> list[int]:
-    if not isinstance(placement, Shard):
+def _placement_to_list(placement: Placement) -> list[Any]:
+    if isinstance(placement, Replicate):
         return []
+    if isinstance(placement, PackedShard):
+        return [placement.dim, placement.sizes, placement.replicas]
     padding = [placement.padded_length] if placement.padded_length else []
     return [placement.dim, placement.split_factor, *padding]
 
 
 def _class_from_list(entry: Sequence[Any]) -> PlacementClass:
     mesh_shape, ranks, placements = entry
-    decoded: tuple[Placement, ...] = tuple(Shard(*p) if p else Replicate() for p in placements)
+    decoded = tuple(_placement_from_list(p) for p in placements)
     return PlacementClass(tuple(mesh_shape), tuple(ranks), decoded)
+
+
+def _placement_from_list(entry: Sequence[Any]) -> Placement:
+    if not entry:
+        return Replicate()
+    dim, split, *rest = entry
+    if isinstance(split, list):
+        return PackedShard(dim, tuple(split), tuple(rest[0]))
+    return Shard(dim, split, *rest)
 
 
 SELF = PlacementClass((), (), ())

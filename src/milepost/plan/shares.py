@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from milepost.geometry.blocks import Shape
-from milepost.geometry.placement import IndexSet
+from milepost.geometry.placement import IndexSet, hide
 from milepost.plan.holding import Holding
 
 SMALL_NBYTES = 256 * 1024
@@ -93,12 +93,24 @@ class WriteRules:
         """Whether all writers are on one host, which sees its own pages as they are."""
         return len({self.hosts[rank] for rank in self.writers}) == 1
 
+    def ranks_beside(self, rank: int) -> int:
+        """How many ranks the host of `rank` has."""
+        return self.hosts.count(self.hosts[rank])
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.writers, self.hosts, self.page_nbytes, self.aggregate_below))
 
     def __hash__(self) -> int:  # asked for every tensor, and there may be thousands of ranks
         return self._hash
+
+
+@lru_cache(maxsize=65536)
+def _held(holding: Holding, shape: Shape, coordinate: Coordinate) -> IndexSet:
+    held = holding.held(shape, coordinate)
+    if not holding.is_shared:
+        return held
+    return hide(held, holding.owned(shape, coordinate), shape)
 
 
 class RowBlock(NamedTuple):
@@ -119,10 +131,11 @@ def row_blocks(holding: Holding, shape: Shape) -> tuple[RowBlock, ...]:
     """The blocks of a tensor in order of rows: they are all its rows, each once."""
     blocks = []
     for coordinate in sorted({_first_peer(holding, rank) for rank in holding.ranks}):
-        held = holding.held(shape, coordinate)
+        held = _held(holding, shape, coordinate)
         local = 0
         for first, last in held[0] if held else ((0, 1),):
-            blocks.append(RowBlock(first, last, coordinate, local))
+            if not shape or first < shape[0]:
+                blocks.append(RowBlock(first, last, coordinate, local))
             local += last - first
     return tuple(sorted(blocks))
 
@@ -178,11 +191,6 @@ def domain_writers(holding: Holding, rules: WriteRules) -> tuple[int, ...]:
 def _turns(writers: tuple[int, ...]) -> dict[int, int]:
     """The place of each rank among those that take turns."""
     return {rank: number for number, rank in enumerate(writers)}
-
-
-@lru_cache(maxsize=65536)
-def _held(holding: Holding, shape: Shape, coordinate: Coordinate) -> IndexSet:
-    return holding.held(shape, coordinate)
 
 
 class Segment(NamedTuple):
@@ -324,6 +332,7 @@ class Division:
             yield from self.segments(start, start + DOMAIN_NBYTES)
 
     def held(self, coordinate: Coordinate) -> IndexSet:
+        """What a shard has for the file: what it shares with a shard before it is hidden."""
         return _held(self.holding, self.place.shape, coordinate)
 
     def sender(self, segment: Segment, coordinate: Coordinate) -> int | None:

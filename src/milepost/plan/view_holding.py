@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from milepost.geometry.axis_view import AxisKind, Fixed, view_held
 from milepost.geometry.blocks import Shape
-from milepost.geometry.placement import IndexSet, Shard, index_set
+from milepost.geometry.placement import AnyShard, IndexSet, index_set
 from milepost.plan.holding import Holding
 
 Coordinate: TypeAlias = tuple[int, ...]
@@ -63,7 +63,7 @@ class ViewHolding(Holding):
         return tuple(n for n in range(len(self.base.signature)) if n not in pinned)
 
     @cached_property
-    def signature(self) -> tuple[tuple[int, Shard], ...]:
+    def signature(self) -> tuple[tuple[int, AnyShard], ...]:
         """The axes that are left. The dims they name are those of the base."""
         return tuple(self.base.signature[axis] for axis in self._axes)
 
@@ -81,12 +81,18 @@ class ViewHolding(Holding):
     def held(self, shape: Shape, coordinate: Coordinate) -> IndexSet:
         """The index set of the view at a shard coordinate; `shape` is that of the view."""
         if coordinate not in self._held:
-            full = dict([*self.pins, *zip(self._axes, coordinate, strict=True)])
-            placements = tuple(placement for _, placement in self.base.signature)
-            place = tuple(full[axis] for axis in range(len(placements)))
-            held = index_set(self.kind.source_shape, self.base.grid, place, placements)
+            held = self.base.held(self.kind.source_shape, self._in_base(coordinate))
             self._held[coordinate] = view_held(self.kind, held)
         return self._held[coordinate]
+
+    def owned(self, shape: Shape, coordinate: Coordinate) -> IndexSet:
+        """The part of it that belongs to this coordinate alone: what two share is the first's."""
+        owned = self.base.owned(self.kind.source_shape, self._in_base(coordinate))
+        return view_held(self.kind, owned)
+
+    def _in_base(self, coordinate: Coordinate) -> Coordinate:
+        full = dict([*self.pins, *zip(self._axes, coordinate, strict=True)])
+        return tuple(full[axis] for axis in range(len(self.base.signature)))
 
     @cached_property
     def row_axes(self) -> tuple[int, ...]:
@@ -104,15 +110,16 @@ class ViewHolding(Holding):
 
 @lru_cache(maxsize=256)
 def _coordinate_of_index(
-    cuts: tuple[tuple[int, Shard], ...], length: int
+    cuts: tuple[tuple[int, AnyShard], ...], length: int
 ) -> Mapping[int, Coordinate]:
     """For each index of a dim of `length`, the coordinate on the axes that cut the dim."""
-    found = {}
+    found: dict[int, Coordinate] = {}
     grid = tuple(count for count, _ in cuts)
     placements = tuple(replace(cut, dim=0) for _, cut in cuts)
     for coordinate in product(*map(range, grid)):
         (spans,) = index_set((length,), grid, coordinate, placements)
-        found.update({index: coordinate for span in spans for index in range(*span)})
+        for index in (index for span in spans for index in range(*span)):
+            found.setdefault(index, coordinate)
     return found
 
 

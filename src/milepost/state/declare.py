@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,14 @@ from torch import nn
 
 from milepost.errors import InvalidInputError
 from milepost.geometry.blocks import Shape
-from milepost.geometry.placement import Placement, Shard, index_set, local_shape
+from milepost.geometry.placement import (
+    AnyShard,
+    PackedShard,
+    Placement,
+    Shard,
+    index_set,
+    local_shape,
+)
 from milepost.plan.holding import PlacementClass
 from milepost.state.declared import Declared, keep_declaration
 from milepost.state.names import places
@@ -31,9 +39,10 @@ def declare_placement(
 
     `name` is a dotted path inside `module`, without the names of wrappers. `mesh` is a
     `DeviceMesh`, or global ranks as a (nested) list; this rank is on it. `placements[i]` belongs to
-    mesh axis i: torch's `Shard`, `Replicate` or `_StridedShard`, applied from left to right by the
-    rule of `torch.chunk`. A packed projection (gate and up in one tensor, each cut by itself) is
-    `_StridedShard(dim, split_factor=2)`. Where the tensor is padded so that it divides (a
+    mesh axis i: torch's `Shard`, `Replicate` or `_StridedShard`, or `PackedShard`, applied from
+    left to right by the rule of `torch.chunk`. A packed projection (gate and up in one tensor, each
+    cut by itself) is `_StridedShard(dim, split_factor=2)`, and `PackedShard` where its blocks
+    differ in length or ranks share a block. Where the tensor is padded so that it divides (a
     vocabulary), `padded_shape` is the global shape with the padding: the rows past `global_shape`
     are neither saved nor loaded, and are zero in new moments and in tensors that come from meta.
 
@@ -105,14 +114,47 @@ def _normalised(
             "for each axis"
         )
     found: list[Placement] = []
-    for placement in placements:
-        if isinstance(placement, Shard):
+    for placement, count in zip(placements, mesh_shape, strict=True):
+        if isinstance(placement, AnyShard):
             if not -len(shape) <= placement.dim < len(shape):
                 raise InvalidInputError(f"{name}: {placement} of a tensor of {len(shape)} dims")
-            dim = placement.dim % len(shape)
-            placement = Shard(dim, placement.split_factor, placement.padded_length)
+            placement = replace(placement, dim=placement.dim % len(shape))
+        if isinstance(placement, PackedShard):
+            sizes = tuple(placement.sizes)
+            replicas = tuple(placement.replicas) or (1,) * len(sizes)
+            placement = PackedShard(placement.dim, sizes, replicas)
+            _check_packed(placement, found, count, shape, name)
         found.append(placement)
     return tuple(found)
+
+
+def _check_packed(
+    packed: PackedShard, before: Sequence[Placement], count: int, shape: Shape, name: str
+) -> None:
+    """Refuse blocks that are not those of the dim, or that the `count` ranks cannot share."""
+    length = shape[packed.dim]
+    wrong = None
+    if any(isinstance(cut, AnyShard) and cut.dim == packed.dim for cut in before):
+        wrong = f"dim {packed.dim} is cut before; the blocks must be cut first, as a whole"
+    elif any(size < 0 for size in packed.sizes):
+        wrong = "a size is negative; give the length of each block in the global tensor"
+    elif sum(packed.sizes) != length:
+        wrong = (
+            f"the sizes add up to {sum(packed.sizes)}, dim {packed.dim} of {shape} has {length}; "
+            "give the length of each block in the global tensor"
+        )
+    elif len(packed.replicas) != len(packed.sizes):
+        wrong = (
+            f"{len(packed.replicas)} replicas for {len(packed.sizes)} blocks; give one for each "
+            "block, 1 where no ranks share a chunk"
+        )
+    elif any(shared < 1 or count % shared for shared in packed.replicas):
+        wrong = (
+            f"its axis has {count} ranks, which each of the replicas must divide; give the number "
+            "of neighbouring ranks that hold the same chunk of a block"
+        )
+    if wrong is not None:
+        raise InvalidInputError(f"{name}: {packed}: {wrong}")
 
 
 def _check_padding(shape: Shape, padded: Shape, cuts: Sequence[Placement], name: str) -> None:
@@ -122,11 +164,15 @@ def _check_padding(shape: Shape, padded: Shape, cuts: Sequence[Placement], name:
             "least as long"
         )
     for cut in cuts:
-        if isinstance(cut, Shard) and cut.split_factor > 1 and padded[cut.dim] != shape[cut.dim]:
+        if isinstance(cut, AnyShard) and _is_packed(cut) and padded[cut.dim] != shape[cut.dim]:
             raise InvalidInputError(
                 f"{name}: dim {cut.dim} is packed and padded; the padding would lie between its "
                 "parts; keep the parts in tensors of their own"
             )
+
+
+def _is_packed(cut: AnyShard) -> bool:
+    return isinstance(cut, PackedShard) or cut.split_factor > 1
 
 
 def _padded(

@@ -99,7 +99,7 @@ def _cut(tensor: Tensor, *, key: str) -> Cut:
     if not is_dtensor(tensor):
         return ()
     signature = class_of(tensor, key=key).cut
-    return tuple((length, p.dim, p.split_factor) for _, length, p in signature)
+    return tuple((n, p.dim, p.split_factor) for _, n, p in signature if isinstance(p, Shard))
 
 
 def _held(like: Tensor, shape: Shape) -> IndexSet:

@@ -13,6 +13,7 @@ from milepost.errors import InvalidInputError
 from milepost.format.dtypes import by_torch_name
 from milepost.geometry.blocks import Shape
 from milepost.geometry.placement import (
+    AnyShard,
     IndexSet,
     Placement,
     Replicate,
@@ -84,7 +85,7 @@ def placements_of(placements: Iterable[Any], key: str) -> tuple[Placement, ...]:
     """torch's placements, or ours, as ours; `key` is the tensor's name in messages."""
     found: list[Placement] = []
     for placement in placements:
-        if isinstance(placement, (Replicate, Shard)):
+        if isinstance(placement, Replicate | AnyShard):
             found.append(placement)
         elif placement.is_replicate():
             found.append(Replicate())
