@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -512,6 +514,24 @@ def test_the_first_save_says_when_the_next_two_will_not_fit(
         assert not any("do not fit" in n for n in manager.save(2, training.state).notes)
 
 
+@pytest.mark.parametrize("layout", [mp.Layout.DIRECTORY, mp.Layout.TRIO])
+def test_room_that_cannot_be_told_costs_no_save(
+    layout: mp.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr("milepost.manager.space_forecast.free_nbytes", stale)
+    training = Training()
+    with mp.CheckpointManager(tmp_path, layout=layout) as manager:
+        if layout is mp.Layout.TRIO:
+            manager.save_checkpoint(0, training.model)
+            assert [path.name for path in manager.checkpoints_saved] == ["epoch_1"]
+        else:
+            report = manager.save(1, training.state)
+            assert any("fit is not known: Stale file handle" in note for note in report.notes)
+
+
 @pytest.mark.case("V18")
 def test_a_disk_that_fills_up_costs_the_new_save_alone(tmp_path: Path) -> None:
     training = Training()
@@ -652,10 +672,18 @@ def test_a_kill_at_any_operation_of_a_save_leaves_a_run_that_resumes(tmp_path: P
         assert killed(kill_at)[0] == -signal.SIGKILL
         training = Training(seed=1)
         run = tmp_path / str(kill_at)
+        is_left = bool(mp.list_run(run).unfinished)
         with mp.CheckpointManager(run, keep=mp.KeepLast(1), best=None) as manager:
-            report = manager.resume(training.state)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                report = manager.resume(training.state)
             assert report is not None
             assert report.step in (10, 20)
+            assert [str(each.message) for each in told] == [
+                f"{report.path} is resumed from, not {text}" for text in report.passed_over
+            ]
+            passed = [text.partition(":")[0] for text in report.passed_over]
+            assert passed == ["checkpoint-20"] * is_left
             save_at(manager, training, 30)
         assert 30 in steps_of(run)
         assert not list(run.glob(".milepost-staging-*"))

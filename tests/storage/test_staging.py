@@ -22,6 +22,7 @@ from milepost.storage.staging import (
     OWNER_NAME,
     STAGING_PREFIX,
     StagingDirectory,
+    left_alone,
     move_to_incomplete,
     remove_leftovers,
 )
@@ -370,3 +371,13 @@ def test_what_stands_in_the_way_is_moved_with_its_data_and_never_over_another(
         "c.1": "1",
         "c.2": "2",
     }
+
+
+def test_what_this_process_says_it_uses_is_no_leftover(tmp_path: Path) -> None:
+    probe = tmp_path / f"{STAGING_PREFIX}1-probe"
+    probe.mkdir()
+    with left_alone(probe):
+        remove_leftovers(tmp_path)
+        assert probe.exists()
+    remove_leftovers(tmp_path)
+    assert not probe.exists()

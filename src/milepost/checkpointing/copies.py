@@ -25,7 +25,7 @@ from milepost.format.manifest import Manifest, Role, encode_manifest, parse_mani
 from milepost.plan.shares import WriteRules
 from milepost.storage import fileops
 from milepost.storage.space import storage_error
-from milepost.storage.staging import STAGING_PREFIX
+from milepost.storage.staging import STAGING_PREFIX, left_alone
 
 _SMALL_ON_ONE_HOST = 0
 _SMALL_ON_SEVERAL = 1024 * 1024
@@ -59,17 +59,18 @@ def agree_rules(
         groups = [[r for r, host in enumerate(hosts) if host == h] for h in dict.fromkeys(hosts)]
     leads = talk.rank in [group[0] for group in groups]
     probe = target.parent / f"{STAGING_PREFIX}{unique}-probe"
-    try:
-        with together(talk, "probe"):
+    with left_alone(probe):  # by the save before this one, which may begin to write now
+        try:
+            with together(talk, "probe"):
+                if leads:
+                    _leave(probe, target)
+            reports = talk.gather("sees", b"1" if leads or _sees(probe) else b"0")
+            own = [options.inner_dim.value, options.aggregate_below, options.stripe_nbytes]
+            told = json.dumps([_packed(reports), *own]).encode() if talk.is_coordinator else None
+            seen, way, aggregate_below, stripe = json.loads(talk.broadcast("writers", told))
+        finally:
             if leads:
-                _leave(probe, target)
-        reports = talk.gather("sees", b"1" if leads or _sees(probe) else b"0")
-        own = [options.inner_dim.value, options.aggregate_below, options.stripe_nbytes]
-        told = json.dumps([_packed(reports), *own]).encode() if talk.is_coordinator else None
-        seen, way, aggregate_below, stripe = json.loads(talk.broadcast("writers", told))
-    finally:
-        if leads:
-            _remove(probe)
+                _remove(probe)
     if aggregate_below is None:
         aggregate_below = _SMALL_ON_SEVERAL if len(set(hosts)) > 1 else _SMALL_ON_ONE_HOST
     writers = _unpacked(seen, talk.world_size)

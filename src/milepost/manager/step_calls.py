@@ -61,8 +61,9 @@ class StepCalls:
 
         A newer checkpoint that is proven damaged is passed over, with a warning, and named in
         `report.passed_over`; the run goes on in a new generation, which supersedes it. What cannot
-        be read is tried again, then raised. When nothing of what is there can be used, that is an
-        error, never a fresh run. A copy in a mirror is taken where the run has nothing as new.
+        be read is tried again, then raised. A newer save that a dead process left unfinished is
+        named in the same way. When nothing of what is there can be used, that is an error, never a
+        fresh run. A copy in a mirror is taken where the run has nothing as new.
 
         Random state is set at the end. When the loop makes an iterator of a data loader afterwards,
         that draws from it: call `report.restore_rng()` once the first iterator exists.

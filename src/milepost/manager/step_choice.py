@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.run import STEP_NAME, RunEntry, RunListing, TornEntry, list_run
 from milepost.manager.resume import Resume, patiently
 from milepost.manager.trio_run import names_there
+from milepost.storage.staging import STAGING_PREFIX, is_left_over
+
+_STAGED = re.compile(rf"{re.escape(STAGING_PREFIX)}.*-({STEP_NAME.pattern})")
 
 
 def look_at_run(run: Path) -> RunListing | None:
@@ -42,6 +46,16 @@ def newer_torn(listing: RunListing) -> list[TornEntry]:
     """Torn entries whose step is beyond the newest committed one."""
     newest = -1 if listing.newest is None else listing.newest.step
     return [entry for entry in listing.torn if step_of(entry) > newest]
+
+
+def cut_off(listing: RunListing, newest: int) -> list[str]:
+    """Saves of the step `newest` and later ones that a dead process left unfinished, by name."""
+    found: dict[str, str] = {}
+    for name in listing.unfinished:
+        match = _STAGED.fullmatch(name)
+        if match and int(match[2]) >= newest and is_left_over(listing.run / name):
+            found[match[1]] = f"{match[1]}: its save was cut off; the next save removes {name}"
+    return list(found.values())
 
 
 def _require_ruled_out(entry: TornEntry) -> None:

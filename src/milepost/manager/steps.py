@@ -31,6 +31,7 @@ from milepost.manager.retention import RetentionPolicy
 from milepost.manager.saving import SaveMode
 from milepost.manager.step_choice import (
     all_damaged,
+    cut_off,
     entry_of,
     look_at_run,
     nothing_there,
@@ -190,7 +191,8 @@ class StepRun:
         """Return when there is no candidate at all: the run is a fresh one."""
         if search.told["candidates"]:
             raise all_damaged(self.directory, [*search.passed, *search.told["troubles"]])
-        logger.warning("%s: no checkpoint to resume from, a fresh run", self.directory)
+        text = "; ".join(["no checkpoint to resume from, a fresh run", *search.passed])
+        logger.warning("%s: %s", self.directory, text)
 
     def _load_newest(
         self, state: State, options: dict[str, Any], search: _Search
@@ -236,7 +238,10 @@ class StepRun:
         found.append(choice)
         named = [self._named(each.entry) for each in choice.candidates]
         names: list[str] = []
+        passed = [f"{entry.name}: {entry.reason}" for entry in choice.torn]
         if listing is not None:
+            newest = choice.candidates[0].entry.step if choice.candidates else 0
+            passed += cut_off(listing, newest)
             names += [entry.name for entry in listing.committed]
             names += [entry.name for entry in listing.torn]
         return {
@@ -245,7 +250,7 @@ class StepRun:
                 for name, each in zip(named, choice.candidates, strict=True)
             ],
             "names": names,
-            "passed": [f"{entry.name}: {entry.reason}" for entry in choice.torn],
+            "passed": passed,
             "troubles": choice.troubles,
         }
 

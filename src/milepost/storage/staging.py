@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -156,6 +156,17 @@ class StagingDirectory:
         ) from error
 
 
+@contextmanager
+def left_alone(path: Path) -> Iterator[None]:
+    """Let no thread of this process take the directory `path` for what a dead writer left."""
+    place = os.path.realpath(path)
+    _in_use.add(place)
+    try:
+        yield
+    finally:
+        _in_use.discard(place)
+
+
 def remove_leftovers(run: Path) -> None:
     """Remove what dead writers left in `run`; what may be alive is kept and reported."""
     remove_asides(run)
@@ -173,16 +184,29 @@ def remove_leftovers(run: Path) -> None:
         fileops.remove_tree(path)
 
 
+def is_left_over(staging: Path) -> bool:
+    """Whether a staging directory is of no use to anybody: its writer is known to be dead."""
+    if os.path.realpath(staging) in _in_use:
+        return False
+    owner = _owner_of(staging)
+    if owner is not None and owner.is_on_this_host():
+        return owner.is_dead()
+    return not _may_be_alive(staging)
+
+
 def _may_be_alive(staging: Path) -> bool:
     """The lease is ours, so a writer of this host that still has a staging directory is dead."""
-    owner_path = staging / OWNER_NAME
-    try:
-        owner = Owner.from_bytes(owner_path.read_bytes())
-    except FileNotFoundError:
-        owner, owner_path = None, staging
-    if owner is not None and owner.is_on_this_host():
+    owner = _owner_of(staging)
+    if owner is None or owner.is_on_this_host():
         return False
-    return owner is not None and filesystem_age_s(owner_path) < STALE_AFTER_S
+    return filesystem_age_s(staging / OWNER_NAME) < STALE_AFTER_S
+
+
+def _owner_of(staging: Path) -> Owner | None:
+    try:
+        return Owner.from_bytes((staging / OWNER_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 def move_to_incomplete(run: Path, name: str) -> Path:
