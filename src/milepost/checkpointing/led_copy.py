@@ -49,7 +49,7 @@ class LedCopy:
             self._is_open = True
 
     def link(self, source: Path, name: str) -> bool:
-        """Make the file `name` a link to a committed one; False where that cannot be."""
+        """Make the file `name` a link to a committed one, or a clone; False where it cannot be."""
         _make_below(self.directory, name.rpartition("/")[0])
         place = self.directory / name
         if not link_committed(source, place):
@@ -67,7 +67,7 @@ class LedCopy:
         self.open(stack)
         for parent in sorted({file.name.rpartition("/")[0] for file in files} - {""}):
             _make_below(self.directory, parent)
-        create_files([file.write_into(self.directory) for file in files], self.options)
+        create_files([file.write_into(self.directory) for file in files])
 
     def check_alike(self, *, replaces: bool) -> None:
         """Refuse when another node found at its target what is not so here."""

@@ -1,5 +1,7 @@
 """Parts of frozen weights that an earlier checkpoint of the run has already: linked, not written.
 
+A link is a hard link, or a clone (`milepost.storage.links`) where there can be none.
+
 Content decides, never names or version counters: what would be written is hashed, and compared with
 the bytes of the earlier file, or with their recorded digests. All ranks follow one decision, and a
 part is linked in every copy of a checkpoint or in none.
@@ -37,8 +39,8 @@ class Unchanged(Enum):
     """What a save does with parts of frozen weights that an earlier checkpoint has already."""
 
     LINK_VERIFIED = "link-verified"
-    """They become hard links to its files, which are read again first: nothing that was damaged on
-    disk meanwhile is linked, but written anew."""
+    """They become hard links to its files, or else clones, which are read again first: nothing that
+    was damaged on disk meanwhile is linked, but written anew."""
     LINK = "link"
     """The same by the recorded digests, while the file has its size and is not newer than its
     manifest: nothing is read, and damage that the disk did by itself is not seen."""

@@ -12,10 +12,10 @@ class SaveReport:
     """What a save did. `written` is False when an existing checkpoint was kept.
 
     `nbytes` counts all files; of them `linked`, of `linked_nbytes` in all, are links to those of an
-    earlier checkpoint and were not written; `linkable_nbytes` are those of all parts of frozen
-    weights, which later saves can link. `phases` maps capture, write and commit to seconds,
-    `phase_nbytes` those that moved bytes of this rank to their number. `notes` are things an
-    engineer should know: side files that had trouble, a model that is not a Hugging Face model.
+    earlier checkpoint, or clones of them, and were not written; `linkable_nbytes` are those of all
+    parts of frozen weights, which later saves can link. `phases` maps capture, write and commit to
+    seconds, `phase_nbytes` those that moved bytes of this rank to their number. `notes` are things
+    an engineer should know: side files that had trouble, a model that is not a Hugging Face model.
     """
 
     path: Path

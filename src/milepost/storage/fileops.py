@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -32,6 +33,19 @@ RENAME_EXCHANGE = 2
 SYNC_FILE_RANGE_WRITE = 2
 FALLOC_FL_KEEP_SIZE = 1
 _AT_FDCWD = -100
+_FICLONE = 0x40049409
+_NO_CLONES = frozenset(
+    {
+        errno.EOPNOTSUPP,
+        errno.ENOTTY,
+        errno.ENOSYS,
+        errno.EINVAL,
+        errno.EXDEV,
+        errno.EPERM,
+        errno.EACCES,
+        errno.ENOENT,
+    }
+)
 
 
 @contextmanager
@@ -237,6 +251,28 @@ def _renameat2(source: str, target: str, flags: int) -> None:
 def link(source: PathLike, target: PathLike) -> None:
     """Hard link; `OSError` (EPERM, EOPNOTSUPP, EXDEV, EMLINK) where that cannot be."""
     _run("link", f"{source} -> {target}", os.link, source, target)
+
+
+def clone_file(descriptor: int, source: PathLike) -> bool:
+    """Give an empty file the bytes of `source`, which the two then share on disk (a reflink).
+
+    Neither changes with the other. False, and nothing is changed, where that cannot be.
+    """
+    return _run("clone", _name(descriptor), _clone, descriptor, str(source))
+
+
+def _clone(descriptor: int, source: str) -> bool:
+    try:
+        origin = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.ioctl(descriptor, _FICLONE, origin)
+        finally:
+            os.close(origin)
+    except OSError as error:
+        if error.errno not in _NO_CLONES:
+            raise
+        return False
+    return True
 
 
 def symlink(content: str, target: PathLike) -> None:

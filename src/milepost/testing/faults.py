@@ -165,11 +165,11 @@ def plans(operations: Sequence[Operation], faults: Iterable[Fault]) -> list[Faul
 
 @contextmanager
 def lacking(*operations: str) -> Iterator[None]:
-    """While the block runs, the file system cannot do these: `exchange`, `reserve` or `link`.
+    """While the block runs, the file system cannot do these: of exchange, reserve, link and clone.
 
     Inside an action, so that it is recorded and struck by faults as on such a file system.
     """
-    unknown = set(operations) - {"exchange", "reserve", "link"}
+    unknown = set(operations) - {"exchange", "reserve", "link", "clone"}
     assert not unknown, f"no file system is without {unknown}"
 
     def hook(

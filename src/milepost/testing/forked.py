@@ -27,7 +27,7 @@ from milepost.testing.faults import Action, Ending, Fault, FaultPlan, Outcome
 
 SLOW_S = 0.02
 _MAX_MESSAGE_CHARS = 8000
-_NEED_ROOM = frozenset({"open", "write", "reserve", "mkdir", "link", "symlink", "rename"})
+_NEED_ROOM = frozenset({"open", "write", "reserve", "mkdir", "link", "clone", "symlink", "rename"})
 _NUMBERS = {
     Fault.EIO: errno.EIO,
     Fault.EINTR: errno.EINTR,

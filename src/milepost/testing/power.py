@@ -171,6 +171,10 @@ class _Disk:
                 self._sync(self._directory(arguments[0]))
             case "mkdir":
                 self._change([(arguments[0], _Directory())])
+            case "clone":
+                source = self._node(arguments[1])
+                assert isinstance(source, _File), arguments[1]
+                self.files[operation.target].data[:] = source.data
             case "symlink":
                 self._change([(arguments[1], _Link(arguments[0]))])
             case "link":
