@@ -63,7 +63,11 @@ def test_a_load_of_everything_is_exact_and_its_report_says_so(
     assert (report.step, report.epoch, report.metrics) == (3, 0.75, {"loss": 0.5})
     assert report.checkpoint_id == mp.Checkpoint.open(path).info.checkpoint_id
     assert report.models["model"].filled == 8
-    assert report.lines() == [f"{path}: step 3, exact"]
+    assert report.lines() == [
+        f"{path}: step 3, exact",
+        "model: 8 tensors asked for, 8 found, 8 filled",
+        "optimizer: state of 7 parameters asked for, 7 found, 7 filled from 14 tensors",
+    ]
     assert f"{path}: step 3, exact" in caplog.text
     assert not (report.not_loaded or report.kept or report.differences or report.notes)
 

@@ -49,7 +49,7 @@ def test_a_model_is_filled_in_place() -> None:
     assert same(bits(source), bits(target))
     assert {n: (p, p.data_ptr()) for n, p in target.named_parameters()} == objects
     assert report == ModelReport(
-        filled=7, missing=(), unexpected=(), cast=(), skipped=(), untied=()
+        asked=7, found=7, filled=7, missing=(), unexpected=(), cast=(), skipped=(), untied=()
     )
 
 

@@ -1,10 +1,13 @@
-"""`save_checkpoint` and `load_checkpoint`: one `.pt` with metadata; back from any layout."""
+"""`save_checkpoint` and `load_checkpoint`: one `.pt` with metadata; back from any layout.
+
+`load_full_state_dict` is the weights of the latter alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from milepost._warn import warn_user
 from milepost.errors import (
@@ -21,6 +24,9 @@ from milepost.layouts.payload import Dialect, Payload
 from milepost.layouts.single_file import RESERVED_KEYS, SingleFileCheckpoint, write_single_file
 from milepost.layouts.trio import TrioCheckpoint, find_trio
 from milepost.storage.fileops import PathLike
+
+if TYPE_CHECKING:
+    import torch
 
 LOAD_ATTEMPTS = 5
 # Files of these dialects are current: nothing to convert.
@@ -72,6 +78,19 @@ def load_checkpoint(path: PathLike, *, allow: Collection[str] = ()) -> dict[str,
             if attempt == LOAD_ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
+
+
+def load_full_state_dict(path: PathLike) -> dict[str, torch.Tensor]:
+    """The weights of the whole model at `path`, by their names on disk, on the CPU.
+
+    It does not matter on how many ranks, and in which mode, they were saved. Tied names map to one
+    tensor. Nothing of the training state is read. Slices of experts (`save_sharded_ep`) are no
+    model: they are refused, and `milepost merge-ep-shards` makes one of them. What is loaded and
+    raised otherwise is as `Checkpoint.open(path).read_weights()` says.
+
+    >>> model.load_state_dict(load_full_state_dict("run/checkpoint-1000"))  # doctest: +SKIP
+    """
+    return Checkpoint.open(path).read_weights()
 
 
 def _open(path: Path, allow: Collection[str]) -> Checkpoint:

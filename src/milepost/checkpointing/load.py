@@ -8,10 +8,10 @@ succeeds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +22,15 @@ from milepost.checkpointing.capture import State, check_keys
 from milepost.checkpointing.config import check_model_config
 from milepost.checkpointing.fresh_moments import files_of_optimizers, set_rates, start_afresh
 from milepost.checkpointing.in_flight import saves
-from milepost.checkpointing.load_model import Fill
+from milepost.checkpointing.load_fill import FillAll, InFiles, InMemory, Tensors
 from milepost.checkpointing.load_plan import plan_load
-from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments, Weights
+from milepost.checkpointing.load_request import LoadPlan, LoadPolicies, Moments, Staging, Weights
 from milepost.checkpointing.proof_of_load import proof_of, proven_later, told
 from milepost.checkpointing.report import LoadReport
 from milepost.checkpointing.world import converse, drop_exchange_group, exchange_group, host_name
 from milepost.engine.proof import Proof
-from milepost.engine.read import ReadMode, ReadOptions, StoredTensor, read_tensor
-from milepost.engine.read_shard import ShardRead, fill_shards
+from milepost.engine.read import ReadMode, ReadOptions
+from milepost.engine.read_shard import fill_shards
 from milepost.engine.read_shared import fill_shards_shared
 from milepost.engine.rendezvous import Conversation, together
 from milepost.errors import (
@@ -46,11 +46,10 @@ from milepost.errors import (
 )
 from milepost.format.fingerprint import Stated
 from milepost.layouts.checkpoint import Checkpoint
+from milepost.layouts.dcp import DcpCheckpoint
 from milepost.layouts.directory import DirectoryCheckpoint, what_still_loads
 from milepost.layouts.directory_verify import verify_directory
-from milepost.layouts.tensor_set import TensorSet
 from milepost.state.other import Kind
-from milepost.state.placements import local_part
 from milepost.state.policies import (
     BlockPolicy,
     ClassPolicy,
@@ -73,7 +72,8 @@ class Verify(Enum):
     """The same, and every recorded digest: reads all bytes once more."""
     WHILE_READING = "while-reading"
     """Tensors are proven as they are read, at little cost, everything else before. Damage in one is
-    found when live state is half filled: `LoadTornError`, and an older checkpoint has to be loaded.
+    found when live state is half filled: `LoadTornError`, and an older checkpoint has to be loaded,
+    unless `staging=Staging.FULL`.
     Extents of which a rank reads a part only are not proven; the report says how many bytes."""
 
 
@@ -103,6 +103,7 @@ def load(
     primary: str | None = None,
     verify: Verify = Verify.SIZES,
     rng: RngRestore = RngRestore.NOW,
+    staging: Staging = Staging.NONE,
     device: torch.device | str | None = None,
     options: ReadOptions | None = None,
 ) -> LoadReport:
@@ -129,6 +130,10 @@ def load(
     With `moments=Moments.FRESH_IF_UNUSABLE` the call is made once more without optimizer state when
     it fails with it.
 
+    With `staging=Staging.FULL` everything is read into host memory beside the state, and proven
+    there with `Verify.WHILE_READING`, before anything of it is touched on any rank; that needs room
+    for one more copy of what this rank holds.
+
     Nothing has changed when this raises anything but `LoadTornError`: `NotFoundError`,
     `DamagedError`, `KeyMismatchError`, `ShapeMismatchError`, `DtypeMismatchError`,
     `ConfigMismatchError`, `InvalidInputError`.
@@ -145,7 +150,7 @@ def load(
         fingerprint=fingerprint,
         weights=weights,
     )
-    request = _Request(path, state, policies, primary, model_config, verify, rng, options)
+    request = _Request(path, state, policies, primary, model_config, verify, rng, staging, options)
     saves.drain()  # the newest may be one that is still being written
     report = _load_or_begin_afresh(request)
     for line in report.lines():
@@ -164,6 +169,7 @@ class _Request:
     model_config: Any
     verify: Verify
     rng: RngRestore
+    staging: Staging
     options: ReadOptions | None
 
 
@@ -193,7 +199,8 @@ def _load(request: _Request) -> LoadReport:
     with converse() as talk:
         with together(talk, "open"):
             checkpoint = _open(talk, request.path)
-            _agree_on(talk, checkpoint, reading)
+            _agree_on(talk, checkpoint, reading, request.staging)
+            _check_staging(checkpoint, request.staging)
             proof = None
             if request.verify is Verify.WHILE_READING:
                 proof = proof_of(checkpoint, reading)
@@ -210,34 +217,53 @@ def _load(request: _Request) -> LoadReport:
                 plan.report.config = config
                 if root is not None:
                     _leave(plan, root)
+            fill_all = _filler(talk, reading, proof)
+            tensors: Tensors = InFiles(plan, fill_all)
+            if request.staging is Staging.FULL:
+                tensors = _read_together(talk, plan, fill_all, reading)
             undo.pop_all()  # all ranks agree; what was made room for is filled now
-        _fill_together(talk, plan, state, request.rng, reading, proof)
+        _fill_together(talk, plan, tensors, request, reading)
+        if proof is not None:
+            plan.report.notes += told(proof)
         stamp_filled(checkpoint, kind, models, plan)
         return plan.report
 
 
+def _read_together(
+    talk: Conversation, plan: LoadPlan, fill_all: FillAll, reading: ReadOptions
+) -> InMemory:
+    """Everything in memory beside the live state, on all ranks; an error has changed nothing."""
+    try:
+        with together(talk, "read"):
+            tensors = InMemory(plan, fill_all)
+    except CheckpointError as error:
+        _drop_group(talk, reading)
+        if isinstance(error, DamagedError):
+            text = f"{error}; nothing of the state has changed: load an older checkpoint"
+            raise DamagedError(text, path=plan.report.path) from error
+        raise
+    return tensors
+
+
 def _fill_together(
-    talk: Conversation,
-    plan: LoadPlan,
-    state: State,
-    rng: RngRestore,
-    reading: ReadOptions,
-    proof: Proof | None,
+    talk: Conversation, plan: LoadPlan, tensors: Tensors, request: _Request, reading: ReadOptions
 ) -> None:
-    fill_all = _filler(talk, reading, proof)
     try:
         with together(talk, "fill"):
-            _fill(plan, state, fill_all)
-            if rng is RngRestore.NOW:
+            _fill(plan, request.state, tensors)
+            if request.rng is RngRestore.NOW:
                 _restore_rng(plan)
-        if proof is not None:
-            plan.report.notes += told(proof)
     except (RankError, LoadTornError) as error:
-        if reading.mode is ReadMode.SHARED and talk.world_size > 1:
-            drop_exchange_group(exchange_group())
+        _drop_group(talk, reading)
         if isinstance(error, LoadTornError):
             raise
         raise _torn(plan, error) from error
+
+
+def _drop_group(talk: Conversation, reading: ReadOptions) -> None:
+    """After an error, peers may be anywhere in what they send and receive."""
+    if reading.mode is ReadMode.SHARED and talk.world_size > 1:
+        drop_exchange_group(exchange_group())
 
 
 def _models_of(state: State) -> dict[str, Any]:
@@ -254,6 +280,7 @@ def _leave(plan: LoadPlan, root: str) -> None:
     load_, stored = plan.models[root]
     count = require_same_bytes(load_, stored, where=f"{plan.report.path}: {root}")
     plan.already_read.add(root)
+    plan.report.models[root] = replace(load_.restore.report, filled=0)
     plan.report.notes.append(
         f"{root}: built from this checkpoint, weights not read again; {count} tensors compared"
     )
@@ -272,14 +299,25 @@ def _open(talk: Conversation, path: PathLike) -> Checkpoint:
         ) from error
 
 
-def _agree_on(talk: Conversation, checkpoint: Checkpoint, options: ReadOptions) -> None:
-    """Refuse when ranks look at different checkpoints, or read in different modes."""
+def _check_staging(checkpoint: Checkpoint, staging: Staging) -> None:
+    if staging is Staging.FULL and isinstance(checkpoint, DcpCheckpoint):
+        raise InvalidInputError(
+            f"{checkpoint.path}: staging=Staging.FULL, but a directory of torch's DCP is read "
+            "straight into the state; load it with staging=Staging.NONE"
+        )
+
+
+def _agree_on(
+    talk: Conversation, checkpoint: Checkpoint, options: ReadOptions, staging: Staging
+) -> None:
+    """Refuse when ranks look at different checkpoints, or read in different ways."""
     own = f"{checkpoint.path.name} {checkpoint.info.checkpoint_id or ''} {options.mode.value}"
+    own += " staged" * (staging is Staging.FULL)
     for rank, other in enumerate(talk.gather("checkpoint", own.encode())):
         if other.decode() != own:
             raise MismatchError(
                 f"rank 0 loads {own}, rank {rank} {other.decode()}; give every rank the same path "
-                "and the same read mode"
+                "and the same read mode and staging"
             )
 
 
@@ -322,9 +360,7 @@ def _torn(plan: LoadPlan, error: Exception) -> LoadTornError:
     )
 
 
-def _filler(
-    talk: Conversation, options: ReadOptions, proof: Proof | None
-) -> Callable[[list[ShardRead]], None]:
+def _filler(talk: Conversation, options: ReadOptions, proof: Proof | None) -> FillAll:
     """What fills targets, alone or with the other ranks; collective when it shares."""
     if options.mode is ReadMode.DIRECT or talk.world_size == 1:
         return lambda reads: fill_shards(reads, options, proof)
@@ -332,23 +368,17 @@ def _filler(
     return lambda reads: fill_shards_shared(reads, options, talk=talk, group=group)
 
 
-def _fill(plan: LoadPlan, state: State, fill_all: Callable[[list[ShardRead]], None]) -> None:
+def _fill(plan: LoadPlan, state: State, tensors: Tensors) -> None:
     """Phase 2. Whatever goes wrong here leaves live state half filled, and says so."""
-    read = [pair for key, pair in plan.models.items() if key not in plan.already_read]
     try:
-        for load_, _ in read:
-            load_.restore.materialise()
-        reads = [
-            _model_read(stored(fill.name), fill) for load_, stored in read for fill in load_.fills()
-        ]
-        for optimizer, tensors in plan.optimizers.values():
-            for name, target in optimizer.targets().items():
-                reads.append(_shard_read(tensors.stored(name), target))
-        fill_all(reads)
+        for key, (load_, _) in plan.models.items():
+            if key not in plan.already_read:
+                load_.restore.materialise()
+        tensors.fill(plan)
         for load_, _ in plan.models.values():
             load_.restore.finish()
-        for optimizer, tensors in plan.optimizers.values():
-            optimizer.apply(_whole(tensors))
+        for place, (optimizer, _) in plan.optimizers.items():
+            optimizer.apply(partial(tensors.whole, place))
         for fresh in plan.fresh.values():
             start_afresh(fresh)
         for step in plan.others:
@@ -356,18 +386,3 @@ def _fill(plan: LoadPlan, state: State, fill_all: Callable[[list[ShardRead]], No
         plan.report.notes += set_rates(state, plan.fresh.values())
     except Exception as error:
         raise _torn(plan, error) from error
-
-
-def _whole(tensors: TensorSet) -> Callable[[str], torch.Tensor]:
-    return lambda name: read_tensor(tensors.stored(name))
-
-
-def _model_read(stored: StoredTensor, fill: Fill) -> ShardRead:
-    if fill.grid is not None and fill.grid != stored.torch_shape():
-        stored = replace(stored, shape=fill.grid)
-    return ShardRead(stored=stored, held=fill.held, target=fill.target)
-
-
-def _shard_read(stored: StoredTensor, target: torch.Tensor) -> ShardRead:
-    held, local = local_part(target)
-    return ShardRead(stored=stored, held=held, target=local)

@@ -44,6 +44,17 @@ class Weights(Enum):
     """The model was built from this checkpoint: that is proven, and they are not read again."""
 
 
+class Staging(Enum):
+    """Where tensors are read to."""
+
+    NONE = "none"
+    """Straight into the live ones. An error on the way leaves them half filled: `LoadTornError`."""
+    FULL = "full"
+    """Into host memory beside the live ones, which are filled when all ranks have everything:
+    damage, and files that cannot be read, leave every rank as it was. Costs one more copy of the
+    state."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPolicies:
     """What to do where checkpoint and state differ; the default is always to refuse."""

@@ -35,10 +35,10 @@ class LoadReport:
     `models` and `optimizers` hold the details by key. `not_loaded` names entries of the checkpoint
     that the state did not ask for, `kept` entries of the state that the checkpoint does not hold
     and that were left as they were. `differences` says what can break bits, or why the level is no
-    higher. `passed_over` names newer checkpoints that were not taken, with reasons. `config` maps
-    fields of the model's configuration that differ and do not matter to (saved, now),
-    `fingerprint` fields of the topology that differ. `fresh_moments` says of each optimizer that
-    starts afresh why it does.
+    higher. `passed_over` names newer checkpoints that were not taken, and newer saves that were cut
+    off, with reasons. `config` maps fields of the model's configuration that differ and do not
+    matter to (saved, now), `fingerprint` fields of the topology that differ. `fresh_moments` says
+    of each optimizer that starts afresh why it does.
     """
 
     path: Path
@@ -72,6 +72,10 @@ class LoadReport:
         lines = [f"{self.path}: step {self.step}, {self.level.value}"]
         lines += [f"passed over: {text}" for text in self.passed_over]
         for key, model in self.models.items():
+            lines.append(
+                f"{key}: {model.asked} tensors asked for, {model.found} found, "
+                f"{model.filled} filled"
+            )
             lines += _counted(key, "missing, kept as they were", model.missing)
             lines += _counted(key, "unexpected, ignored", model.unexpected)
             lines += _counted(key, "cast", [str(difference) for difference in model.cast])
@@ -79,6 +83,10 @@ class LoadReport:
             lines += _counted(key, "buffers rebuilt", model.rebuilt)
             lines += _counted(key, "untied", [f"{name} from {kept}" for name, kept in model.untied])
         for key, optimizer in self.optimizers.items():
+            lines.append(
+                f"{key}: state of {optimizer.asked} parameters asked for, {optimizer.found} found, "
+                f"{optimizer.filled} filled from {optimizer.tensors} tensors"
+            )
             lines += _counted(key, "parameters start fresh", optimizer.missing)
             lines += _counted(key, "parameters of other shapes start fresh", optimizer.reshaped)
             lines += _counted(key, "states ignored", optimizer.unexpected)

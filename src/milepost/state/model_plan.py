@@ -34,11 +34,14 @@ StoredInfo: TypeAlias = tuple[str, tuple[int, ...]]  # safetensors dtype word, g
 class ModelReport:
     """What a restore did; every list is empty when nothing of the kind happened.
 
-    `filled` counts live tensors. `untied` pairs a live name with the stored name it shares with
-    another live tensor that is separate now. `rebuilt` names buffers that no checkpoint holds and
-    that the model's own init computed anew.
+    `asked` counts the live tensors, tied ones once, `found` those that the checkpoint holds, and
+    `filled` those that get its values. `untied` pairs a live name with the stored name it shares
+    with another live tensor that is separate now. `rebuilt` names buffers that no checkpoint holds
+    and that the model's own init computed anew.
     """
 
+    asked: int
+    found: int
     filled: int
     missing: tuple[FQN, ...]
     unexpected: tuple[FQN, ...]
@@ -193,6 +196,7 @@ class _Planner:
         self.leaves, self.stored, self.ties, self.extra = leaves, stored, ties, extra
         self.parts = parts
         self.source: dict[FQN, FQN] = {}  # live name to stored name
+        self.asked = 0  # live tensors, tied ones counted once
         self.covered: set[FQN] = set()  # live names filled through the name they are tied to
         self.must_equal: list[tuple[FQN, FQN]] = []
         self.shapes: list[ShapeDifference] = []  # of whole tensors, by live name
@@ -204,7 +208,9 @@ class _Planner:
                 self.source[name] = name
             elif self.ties.get(name) in self.stored:
                 self.source[name] = self.ties[name]
-        for group in tied_groups(self.leaves.tensors):
+        groups = tied_groups(self.leaves.tensors)
+        self.asked = len(self.leaves.tensors) - sum(len(group) - 1 for group in groups)
+        for group in groups:
             self._match_tied(group)
 
     def _match_tied(self, group: Sequence[FQN]) -> None:
@@ -275,6 +281,8 @@ class _Planner:
             if name not in self.covered and name not in skipped:
                 targets.setdefault(source, []).append(self.leaves.tensors[name])
         report = ModelReport(
+            asked=self.asked,
+            found=len(self.source.keys() - self.covered),
             filled=sum(len(live) for live in targets.values()),
             missing=tuple(lacking),
             unexpected=tuple(surplus),

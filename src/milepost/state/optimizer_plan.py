@@ -33,13 +33,7 @@ from milepost.state.optimizer_record import (
     values_by_parameter,
 )
 from milepost.state.optimizer_wrapped import WrappedStates, names_of_parts, plan_wrapped
-from milepost.state.policies import (
-    BlockPolicy,
-    ClassPolicy,
-    Missing,
-    ShapePolicy,
-    Unexpected,
-)
+from milepost.state.policies import BlockPolicy, ClassPolicy, Missing, ShapePolicy, Unexpected
 from milepost.state.tensors import allocate, is_dtensor, local_of, stored_shape, torch_dtype
 
 # How the update is computed, not what it computes: chosen by the live optimizer for its device.
@@ -50,14 +44,18 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 class OptimizerReport:
     """What a restore did; the lists are empty when nothing of the kind happened.
 
-    `filled` counts parameters whose state was restored, `absent` names those that had none when
-    saved and start fresh. `new_groups` labels live groups that no saved group fits, which keep
-    their hyper-parameters. `reshaped` are parameters whose state was saved in another shape and
-    starts fresh. `implementation` tells where the live optimizer computes another way than the
-    saved one: same values, possibly other roundings.
+    `asked` counts the parameters that have or may get a state, `found` those whose state the
+    checkpoint holds, `filled` those that get it back, and `tensors` the stored tensors of that.
+    `absent` names those that had none when saved and start fresh. `new_groups` labels live groups
+    that no saved group fits, which keep their hyper-parameters. `reshaped` are parameters whose
+    state was saved in another shape and starts fresh. `implementation` tells where the live
+    optimizer computes another way than the saved one: same values, possibly other roundings.
     """
 
+    asked: int
+    found: int
     filled: int
+    tensors: int
     missing: tuple[FQN, ...]
     unexpected: tuple[FQN, ...]
     absent: tuple[FQN, ...]
@@ -241,14 +239,16 @@ def plan_restore_optimizer(
         record = without_state(record, reshaped)
         infos = {n: info for n, info in infos.items() if split_tensor_name(n)[0] not in reshaped}
     wrapped = plan_wrapped(record, infos, members, key=key, blocks=blocks)
-    entries = {
-        name: entry
-        for name, entry in own.entries.items()
-        if split_tensor_name(name)[0] in members and split_tensor_name(name)[0] not in lost
-    }
+    kept = members.keys() - set(lost)
+    entries = {n: entry for n, entry in own.entries.items() if split_tensor_name(n)[0] in kept}
     saved = {fqn for group in record.groups for fqn in group.params} | set(record.ungrouped)
+    filled = {fqn for fqn in record.stateful() if fqn in members}
+    found = filled | (members.keys() & {*reshaped, *lost})
     report = OptimizerReport(
-        filled=sum(fqn in members for fqn in record.stateful()),
+        asked=len(found | {fqn for fqn, member in members.items() if member.param.requires_grad}),
+        found=len(found),
+        filled=len(filled),
+        tensors=sum(split_tensor_name(name)[0] in filled for name in infos),
         missing=tuple(f for f, m in members.items() if m.param.requires_grad and f not in saved),
         unexpected=tuple(fqn for fqn in record.stateful() if fqn not in members),
         absent=tuple(f for f in record.stateless if f in members and f not in reshaped),
