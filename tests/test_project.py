@@ -38,7 +38,7 @@ MAY_CATCH_EVERYTHING = {
     # the Hub's client raises classes of several libraries; what is no answer of it is raised on
     "tools/publish_upload.py:Hub._retried",
     # what fails behind training belongs to whoever waits for it, or saves next
-    "checkpointing/in_flight.py:SaveThread._finish",
+    "checkpointing/in_flight.py:SaveThread._outcome_of",
     "checkpointing/frozen_parts.py:FrozenParts._hash_late",
     "engine/snapshot.py:Snapshot._copy_later",
     # where one rank's failure becomes everybody's
@@ -54,6 +54,12 @@ MAY_CATCH_EVERYTHING = {
     "testing/ranks.py:_be_a_rank",
     # a save policy raises what it likes, in a thread; all ranks raise it where they ask next
     "manager/agreement.py:StepAgreement._asked",
+    # so does a retention policy; the error names it
+    "manager/retention.py:union",
+    # a thread that fails must not leave others waiting for it
+    "manager/agreement.py:StepAgreement._start.run",
+    "manager/mirror.py:Mirroring._copy",
+    "engine/connections.py:clone_store.connect",
     # a scheduler raises what it likes; the others get their states back, and the error names it
     "manager/schedules.py:restore_all",
     # the end of a command: a fault of ours is one line too, with an exit code of its own
@@ -62,7 +68,8 @@ MAY_CATCH_EVERYTHING = {
 }
 
 # The layers that may change a file system (`hf` only through tempfile, which the scan lets pass).
-MAY_WRITE_FILES = ("storage/", "testing/")
+# A signal that came is passed on to whoever listened before: to a pipe or socket of theirs.
+MAY_WRITE_FILES = ("storage/", "testing/", "manager/signals.py")
 
 # `.pt` files are archives of torch, so torch writes them: to a stream of ours, not to a path.
 MAY_TORCH_SAVE = {

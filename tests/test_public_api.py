@@ -24,17 +24,18 @@ RetentionPolicy Rng RngRestore RunEntry RunListing SaveContext SavePolicy SaveRe
 State StreamCursor StreamDataState StreamShardState TensorInfo Unexpected Verify WriteMode
 WriteOptions collect_extra_state
 convert_legacy_checkpoint_to_split dedup_source errors hf_source list_run load load_checkpoint
-load_extra_state load_peft local_source newest save save_checkpoint save_peft shard_key
+load_extra_state load_full_state_dict load_peft local_source newest save save_checkpoint save_peft
+shard_key
 shield_worker FileInfo Problem Severity VerifyReport
 MergeOnSave OptimizerStateFingerprint WeightFiles save_pp_checkpoint save_sharded_ep
 validate_ep_sharded_save
 Adapters CheckpointKind ExpertLora checkpoint_kind declare_expert_lora
 BlockPolicy Copies InnerDim PartRole register_tensor_class
-ReadMode declare_placement
+ReadMode PackedShard declare_placement
 BestCheckpoint ElasticSampler EpochTail GlobalPosition SampleOrder
 HostBuffers InFlight Overlap SaveHandle Unchanged save_async wait_for_saves
 EventKind ProgressBar SaveEvent progress_bar
-Mirror Saving WhenIdle
+Mirror Saving Staging WhenIdle
 BaseModelRelation PublishMode PublishReport PublishTo StaleWeights TrainingState Visibility
 apply_training_sidecars publish
 Weights WeightsOrigin WeightsSource read_sidecar resolve_resume_weights_source stamp_weights_source

@@ -22,12 +22,16 @@ _HOMES = {
     "milepost.checkpointing.ep_sharded": ("MergeOnSave", "validate_ep_sharded_save"),
     "milepost.checkpointing.copies": ("Copies",),
     "milepost.checkpointing.events": ("EventKind", "SaveEvent"),
-    "milepost.checkpointing.functions": ("load_checkpoint", "save_checkpoint"),
+    "milepost.checkpointing.functions": (
+        "load_checkpoint",
+        "load_full_state_dict",
+        "save_checkpoint",
+    ),
     "milepost.checkpointing.lineage": ("Lineage",),
     "milepost.checkpointing.progress": ("ProgressBar", "progress_bar"),
     "milepost.checkpointing.linking": ("Unchanged",),
     "milepost.checkpointing.load": ("RngRestore", "Verify", "load"),
-    "milepost.checkpointing.load_request": ("Moments", "Weights"),
+    "milepost.checkpointing.load_request": ("Moments", "Staging", "Weights"),
     "milepost.checkpointing.peft_sidecar": ("load_peft", "save_peft"),
     "milepost.checkpointing.report": ("Level", "LoadReport"),
     "milepost.checkpointing.in_flight": ("InFlight", "SaveHandle", "wait_for_saves"),
@@ -48,6 +52,7 @@ _HOMES = {
     "milepost.engine.read": ("ReadMode", "ReadOptions"),
     "milepost.engine.write": ("Durability", "InnerDim", "WriteMode", "WriteOptions"),
     "milepost.format.fingerprint": ("OptimizerStateFingerprint",),
+    "milepost.geometry.placement": ("PackedShard",),
     "milepost.hf.publish_card": ("BaseModelRelation",),
     "milepost.hf.trainer_state": ("BestCheckpoint",),
     "milepost.hf.training_sidecars": ("apply_training_sidecars",),
@@ -169,6 +174,7 @@ if TYPE_CHECKING:
     from milepost.checkpointing.events import EventKind as EventKind
     from milepost.checkpointing.events import SaveEvent as SaveEvent
     from milepost.checkpointing.functions import load_checkpoint as load_checkpoint
+    from milepost.checkpointing.functions import load_full_state_dict as load_full_state_dict
     from milepost.checkpointing.functions import save_checkpoint as save_checkpoint
     from milepost.checkpointing.in_flight import InFlight as InFlight
     from milepost.checkpointing.in_flight import SaveHandle as SaveHandle
@@ -179,6 +185,7 @@ if TYPE_CHECKING:
     from milepost.checkpointing.load import Verify as Verify
     from milepost.checkpointing.load import load as load
     from milepost.checkpointing.load_request import Moments as Moments
+    from milepost.checkpointing.load_request import Staging as Staging
     from milepost.checkpointing.load_request import Weights as Weights
     from milepost.checkpointing.peft_sidecar import load_peft as load_peft
     from milepost.checkpointing.peft_sidecar import save_peft as save_peft
@@ -209,6 +216,7 @@ if TYPE_CHECKING:
     from milepost.engine.write import WriteMode as WriteMode
     from milepost.engine.write import WriteOptions as WriteOptions
     from milepost.format.fingerprint import OptimizerStateFingerprint as OptimizerStateFingerprint
+    from milepost.geometry.placement import PackedShard as PackedShard
     from milepost.hf.publish_card import BaseModelRelation as BaseModelRelation
     from milepost.hf.trainer_state import BestCheckpoint as BestCheckpoint
     from milepost.hf.training_sidecars import apply_training_sidecars as apply_training_sidecars

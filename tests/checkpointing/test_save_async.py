@@ -170,6 +170,15 @@ def test_error_refuses_while_one_is_in_flight(tmp_path: Path) -> None:
     assert handle.wait().written
 
 
+@pytest.mark.parametrize("in_flight", [mp.InFlight.SKIP, mp.InFlight.ERROR])
+def test_a_save_that_was_waited_for_is_not_in_flight(tmp_path: Path, in_flight: Any) -> None:
+    state = training()
+    for step in range(1, 11):
+        target = tmp_path / f"checkpoint-{step}"
+        handle = mp.save_async(target, state, step=step, in_flight=in_flight, options=FAST)
+        assert handle.wait().written, f"step {step} was left out"
+
+
 def test_a_load_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     state = training(steps=1)
     with held_writes() as gate:

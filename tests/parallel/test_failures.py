@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import milepost as mp
+from milepost.checkpointing.world import converse
+from milepost.engine import rendezvous
+from milepost.engine.rendezvous import together
 from milepost.state.tensors import same_bits
 from milepost.storage import fileops
 from tests.parallel.models import FSDP2, FSDP_TP, Shape, start
@@ -286,3 +290,29 @@ def test_uneven_empty_and_inner_shards_of_any_dtype_are_ordinary(tmp_path: Path)
         assert same_bits(stored[name], value), name
     for world_size in (2, 3):
         assert all(run_world(world_size, load_awkward, tmp_path))
+
+
+def call_off_many(rank: int, world_size: int, count: int) -> list[tuple[str, str]]:
+    if rank == 1:
+        seldom = time.sleep
+        slow = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: seldom(2))
+        vars(rendezvous)["time"] = slow
+    found = []
+    for number in range(count):
+        try:
+            with converse() as talk, together(talk, "sound"):
+                if rank == 0:
+                    time.sleep(0.5 * (number == 0))  # until the other rank waits
+                    raise mp.errors.DamagedError(f"candidate {number}")
+        except mp.errors.CheckpointError as error:
+            found.append((type(error).__name__, str(error)))
+    dist.barrier()  # rank 0 has the store
+    return found
+
+
+def test_a_rank_that_looks_seldom_learns_of_every_call_that_was_called_off_meanwhile() -> None:
+    for outcome in run_outcomes(2, call_off_many, 7):
+        assert outcome.error is None
+        kinds, texts = zip(*outcome.value, strict=True)
+        assert set(kinds) == {"DamagedError"}
+        assert [f"candidate {n}" in text for n, text in enumerate(texts)] == [True] * 7

@@ -79,6 +79,13 @@ class SaveHandle:
         self._told = True
         return self._future.result()
 
+    def _end(self, outcome: SaveReport | BaseException) -> None:
+        """The save has ended: with its report, or with what it failed with."""
+        if isinstance(outcome, BaseException):
+            self._future.set_exception(outcome)
+        else:
+            self._future.set_result(outcome)
+
     @property
     def is_untold(self) -> bool:
         """Whether it has failed and nobody was told."""
@@ -142,26 +149,26 @@ class SaveThread:
                     self._thread = None
                     return
                 job = self._jobs[0]
-            self._finish(job)
-            with self._guard:
+            outcome = self._outcome_of(job)
+            with self._guard:  # who sees that the save has ended finds that it is not under way
+                job.handle._end(outcome)
                 self._ended.append(self._jobs.popleft())
                 self._count_ended += 1
                 self._guard.notify_all()
-            del job
+            del job, outcome
 
-    def _finish(self, job: _Job) -> None:
+    def _outcome_of(self, job: _Job) -> SaveReport | BaseException:
         handle = job.handle
         try:
-            report = job.action()
+            return job.action()
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the save
             logger.error("step %d was not saved: %s: %s", handle.step, handle.path, error)
             if isinstance(error, CheckpointError):
                 more = f"{error} (step {handle.step} was not saved behind training)"
                 error.args = (more, *error.args[1:])
-            handle._future.set_exception(error)
-        else:
-            handle._future.set_result(report)
-        job.action = _nothing_left  # and with it the plans, and what they refer to
+            return error
+        finally:
+            job.action = _nothing_left  # and with it the plans, and what they refer to
 
     def drain(self, left: int = 0, timeout_s: float | None = None) -> bool:
         """Return when at most `left` saves have not ended, or after the time; whether they have."""

@@ -20,7 +20,11 @@ import msgspec
 
 from milepost.checkpointing.files import FilesPlan, PlannedFile
 from milepost.checkpointing.frozen_parts import check_share, remember_share
-from milepost.checkpointing.world import drop_exchange_group, exchange_group
+from milepost.checkpointing.world import (
+    drop_exchange_group,
+    kept_exchange_group,
+    new_exchange_group,
+)
 from milepost.engine.exchange import ExchangeStep
 from milepost.engine.exchange_write import (
     copy_mapped,
@@ -74,11 +78,17 @@ def ready_group(
     """
     if talk.world_size == 1:
         return None
-    reports = talk.gather(f"travels/{number}", b"1" if plan.steps else b"0")
-    told = (b"1" if b"1" in reports else b"0") if talk.is_coordinator else None
-    if talk.broadcast(f"travels-any/{number}", told) == b"0":
+    kept = kept_exchange_group()
+    reports = talk.gather(f"travels/{number}", bytes([bool(plan.steps), kept is not None]))
+    told = None
+    if talk.is_coordinator:
+        told = bytes([any(r[0] for r in reports), all(r[1] for r in reports)])
+    travels, is_kept = talk.broadcast(f"travels-any/{number}", told)
+    if not travels:
         return None
-    return ExchangeGroup(None if rules.is_mapped else exchange_group())
+    if rules.is_mapped:
+        return ExchangeGroup(None)
+    return ExchangeGroup(kept if is_kept else new_exchange_group())
 
 
 class RankWrite:

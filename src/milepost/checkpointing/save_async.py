@@ -124,7 +124,8 @@ def start_save(
         hand_over(talk)
         handle, behind = SaveHandle(target, step), stack.pop_all()
         handle.pace = prepared.run.pace
-        handle.pace.ease(prepared.run.threads_of_host)
+        run = prepared.run
+        handle.pace.ease(run.rules[0].ranks_beside(talk.rank) * run.options.threads)
     try:
         follow = prepared.follow_newest if is_behind else _nothing
         saves.submit(handle, talk, lambda: _finish(prepared, staged, behind, follow, sequel))

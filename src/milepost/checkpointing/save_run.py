@@ -92,12 +92,6 @@ class SaveRun:
         self.notes: list[str] = []
         self._handed_over = False  # before that, the coordinator has nothing to commit
 
-    @property
-    def threads_of_host(self) -> int:
-        """How many threads write on this host, those of its other ranks among them."""
-        hosts = self.rules[0].hosts
-        return hosts.count(hosts[self.talk.rank]) * self.options.threads
-
     def begin(self, on_existing: OnExisting, lineage: Lineage | None) -> dict[str, Any]:
         """The coordinator looks at the target and decides; all ranks agree on what is saved."""
         place = self.target if self.copies is Copies.ONE else self.target.name

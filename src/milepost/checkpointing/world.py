@@ -20,7 +20,7 @@ from milepost.storage.lease import Owner
 
 logger = logging.getLogger(__name__)
 
-_KEPT_CONVERSATIONS = 4  # when a fifth one begins, all ranks have left the first
+_KEPT_CONVERSATIONS = 4
 
 
 @dataclass(slots=True)
@@ -93,9 +93,16 @@ def converse() -> Conversation:
         connections=world.connections,
     )
     world.recent.append(talk)
-    if len(world.recent) > _KEPT_CONVERSATIONS:
+    while len(world.recent) > _KEPT_CONVERSATIONS and _have_left(world.recent):
         world.recent.pop(0).forget()
     return talk
+
+
+def _have_left(talks: list[Rendezvous]) -> bool:
+    """Whether all ranks have left the first of these conversations. The coordinator may have called
+    off any number of them before another rank looks at the first; what it says there is not deleted
+    until it has heard all ranks in a later one."""
+    return not talks[0].is_coordinator or any(talk.heard_all for talk in talks[1:])
 
 
 def hand_over(talk: Conversation) -> None:
@@ -118,12 +125,33 @@ def forget_behind(ended: Collection[Conversation]) -> None:
 
 
 def exchange_group() -> Any:
-    """The gloo group of the exchange; made at the first call, which is collective."""
-    world = _world()
-    if world.group is None:
-        limit = timedelta(seconds=env_int("MILEPOST_RANK_TIMEOUT_S"))
-        world.group = dist.new_group(backend="gloo", timeout=limit)
-    return world.group
+    """The gloo group of the exchange; made at the first call, which is collective.
+
+    For calls that have waited for all saves behind training. One that fails drops the group, on one
+    rank before another: beside it, ranks agree on one (`agreed_exchange_group`).
+    """
+    return kept_exchange_group() or new_exchange_group()
+
+
+def agreed_exchange_group(talk: Conversation, topic: str) -> Any:
+    """The gloo group of the exchange if all ranks have it, else a new one; collective."""
+    kept = kept_exchange_group()
+    reports = talk.gather(f"{topic}/group", bytes([kept is not None]))
+    told = bytes([all(map(any, reports))]) if talk.is_coordinator else None
+    (is_kept,) = talk.broadcast(f"{topic}/group-of-all", told)
+    return kept if is_kept else new_exchange_group()
+
+
+def kept_exchange_group() -> Any:
+    """The gloo group of the exchange; None before it is made, and once it was dropped."""
+    return _world().group
+
+
+def new_exchange_group() -> Any:
+    """Make a gloo group for this exchange and later ones; collective."""
+    limit = timedelta(seconds=env_int("MILEPOST_RANK_TIMEOUT_S"))
+    group = _world().group = dist.new_group(backend="gloo", timeout=limit)
+    return group
 
 
 def drop_exchange_group(group: Any) -> None:
