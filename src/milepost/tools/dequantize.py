@@ -25,11 +25,11 @@ def dequantize(
 
     Values are codes times scales in fp32, rounded once. Understood are FP8 with a scale for a
     tensor, a row, or a block of the size that config.json states (the last ones may be partial);
-    MXFP8, MXFP4 and NVFP4 of compressed-tensors, ModelOpt, GPT-OSS, DeepSeek and `block_scaled`.
-    Scales may lie in any part. Refused, all at once: a weight without its scale, a scale without
-    its weight, scales of another shape than they must have, float8 of the fnuz kind, and methods
-    whose codes are no floats. config.json no longer says that weights are quantised. Other errors:
-    see `run_rewrite`.
+    MXFP8, MXFP4 and NVFP4 of compressed-tensors, ModelOpt, GPT-OSS, DeepSeek and `block_scaled`;
+    NF4, FP4 and int8 of bitsandbytes, as it dequantises them. Scales may lie in any part. Refused,
+    all at once: a weight without its scale, a scale without its weight, scales of another shape
+    than they must have, float8 of the fnuz kind, torn states of bitsandbytes, and other methods.
+    config.json no longer says that weights are quantised. Other errors: see `run_rewrite`.
     """
     wanted = float_type(dtype)
     problems = Problems()

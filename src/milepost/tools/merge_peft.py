@@ -13,6 +13,8 @@ from milepost.adapters.kinds import ADAPTER_CONFIG
 from milepost.errors import InvalidInputError
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import Carried, carried_files
+from milepost.tools.lowp.floats import FloatSource, as_floats
+from milepost.tools.lowp.schemes import quantised_by
 from milepost.tools.merge_peft_adapter import (
     OpenedAdapter,
     base_of,
@@ -80,12 +82,13 @@ def merge_peft_adapters(
     Sums are made in fp32 and rounded once, to the dtype of the base's tensor or to `dtype`; of
     several adapters, the differences that each makes to the base are added up, times its weight.
     Sidecars of training in the directories of the adapters are applied. Tensors that no adapter
-    touches keep their bytes. `base` is by default what the adapters' configurations name; `task`
-    follows their task type.
+    touches keep their bytes. Of a quantised base, the weights become the floats that `dequantize`
+    makes of them. `base` is by default what the adapters' configurations name; `task` follows
+    their task type.
 
     Refused are adapters of which a tensor finds no place, that were folded into this base before,
-    or were trained on another; quantised bases; and adapters that change no stored value. Errors
-    otherwise: see `run_rewrite`.
+    or were trained on another; bases that `dequantize` refuses; and adapters that change no stored
+    value. Errors otherwise: see `run_rewrite`.
     """
     merge = _Merge(adapters, base, task, dtype, num_labels, TiedDelta(tied), compare)
     report = run_rewrite(merge.rewrite(), output, options)
@@ -108,11 +111,10 @@ class _Merge:
             raise InvalidInputError("no adapter was given (--adapter-dir)")
         self.adapters = [open_adapter(*weighted_path(str(text))) for text in adapters]
         path = base_of(self.adapters, base)
-        self.source = open_source(path)
-        refuse_quantised_base(self.source, self.adapters)
+        self._dtype = None if dtype is None else float_type(dtype)
+        self.source = open_base(path, self._dtype)
         self.task = default_task(self.adapters) if task is None else MergeTask(task)
         self.problems, self.differences = Problems(), Differences()
-        self._dtype = None if dtype is None else float_type(dtype)
         self._num_labels, self._tied, self._compare = num_labels, tied, compare
         self._check_adapters()
         self.merging = Merging(
@@ -141,6 +143,11 @@ class _Merge:
             problems.refuse(
                 "--verify compares with one adapter of peft's own kinds, at weight 1; leave it out"
             )
+        if self._compare is Compare.OUTPUTS and isinstance(self.source, FloatSource):
+            problems.refuse(
+                f"--verify runs the base, and {self.source.path} is quantised: leave it out, or "
+                "merge onto the output of milepost dequantize"
+            )
 
     def rewrite(self) -> Rewrite:
         merging = self.merging
@@ -152,12 +159,12 @@ class _Merge:
             arguments=self._arguments(),
             edit_config=self._edit_config,
             relation=self._relation(),
-            dropped=merging.dropped,
+            dropped={**self._dropped(), **merging.dropped},
             tied=merging.ties(),
             counts={"tensors to change": len(merging.edited)},
             notes=[*self._notes(), *merging.notes],
             problems=self.problems,
-            provenance={"adapters": self._provenance()},
+            provenance={"adapters": self._provenance(), **self._dequantised()},
         )
         rewrite.aux = self.problems.attempt(self._aux)
         rewrite.before_publish = lambda directory: self._before_publish(rewrite, directory)
@@ -188,9 +195,25 @@ class _Merge:
             ),
         ]
 
+    def _dequantised(self) -> dict[str, str]:
+        """The method by which the base was quantised, for provenance."""
+        source = self.source
+        if not isinstance(source, FloatSource):
+            return {}
+        return {"dequantised": str(quantised_by(source.stored))}
+
+    def _dropped(self) -> Mapping[str, str]:
+        return self.source.dropped if isinstance(self.source, FloatSource) else {}
+
     def _notes(self) -> list[str]:
-        types = {t.dtype for t in self.source.tensors.values()}
-        notes = [f"merged onto {self.source.path} ({', '.join(sorted(types))})"]
+        source = self.source
+        types = ", ".join(sorted({t.dtype for t in source.tensors.values()}))
+        notes = [f"merged onto {source.path} ({types})"]
+        if isinstance(source, FloatSource):
+            notes = [
+                f"merged onto the dequantised base {source.path}: {len(source.decoded)} weights "
+                f"were quantised ({quantised_by(source.stored)}) and are read as floats ({types})"
+            ]
         for adapter in self.adapters:
             named = adapter.config.base
             if named is not None and Path(named).name != self.source.path.name:
@@ -200,7 +223,11 @@ class _Merge:
     # ---- beside the weights
 
     def _aux(self) -> Carried:
-        carried = carried_files(self.source.checkpoint)
+        source = self.source
+        if isinstance(source, FloatSource):
+            carried = source.carried()
+        else:
+            carried = carried_files(source.checkpoint)
         for adapter in self.adapters:
             name = f"{PARKED}/{ADAPTER_CONFIG}"
             number = 1
@@ -232,9 +259,10 @@ class _Merge:
 
     def _edit_config(self, document: dict[str, Any]) -> list[str]:
         merging = self.merging
-        notes = set_vocabulary(document, merging.vocabulary)
-        if merging.separate:
-            notes += set_untied(document, merging.separate)
+        notes = self.source.edit_config(document) if isinstance(self.source, FloatSource) else []
+        notes += set_vocabulary(document, merging.vocabulary)
+        if merging.untied:
+            notes += set_untied(document, merging.untied)
         if self.task is MergeTask.CLASSIFICATION:
             notes += set_classifier(document, self.adapters, merging.labels, self._num_labels)
         text = document.get("text_config")
@@ -268,18 +296,27 @@ class _Merge:
             rewrite.notes += verify_outputs(self.source.path, adapter, directory, self.task)
 
 
-def refuse_quantised_base(source: Source, adapters: Sequence[OpenedAdapter]) -> None:
-    """`InvalidInputError` for a base of codes: a sum would be rounded to its few bits."""
-    method = source.config.get("quantization_config")
-    if method is None:
-        return
-    name = method.get("quant_method") if isinstance(method, dict) else method
-    raise InvalidInputError(
-        f"{source.path}: its weights are quantised ({name}); an adapter that was trained on them "
-        "merges onto the 16-bit model that they were made of, or onto the output of milepost "
-        "dequantize, which has the very values of training: name one of them (--base-model)",
-        path=source.path,
-    )
+def open_base(path: Path, dtype: str | None) -> Source:
+    """The base of a merge, its weights as floats if it is quantised: in fp32 when the output has a
+    `dtype` of its own, else in the type that they are kept in once they are dequantised.
+
+    `InvalidInputError` for a quantised base that `dequantize` refuses.
+    """
+    stored = open_source(path)
+    name = quantised_by(stored)
+    if name is None:
+        return stored
+    problems = Problems()
+    floats = as_floats(stored, problems, is_rounded=dtype is None)
+    if problems or not floats.decoded:
+        why = "; ".join(problems.messages) or "no weight is one of codes with scales"
+        raise InvalidInputError(
+            f"{path}: its weights are quantised ({name}), and cannot be dequantised: {why}; an "
+            "adapter that was trained on them merges onto the 16-bit model that they were made of: "
+            "name it (--base-model)",
+            path=path,
+        )
+    return floats
 
 
 def _told(changed: Mapping[str, Difference]) -> list[str]:

@@ -25,7 +25,7 @@ def dequantize(
 ) -> Any:
     """Write quantised weights as the floats that they stand for.
 
-    FP8 with scales, MXFP8, MXFP4 and NVFP4, whoever wrote them.
+    FP8 with scales, MXFP8, MXFP4 and NVFP4, whoever wrote them; NF4, FP4 and int8 of bitsandbytes.
     """
     from milepost.tools.dequantize import dequantize as run
 

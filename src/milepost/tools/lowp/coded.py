@@ -23,7 +23,7 @@ from milepost.tools.lowp.blocks import (
     spread_squares,
 )
 from milepost.tools.lowp.elements import decode_e8m0
-from milepost.tools.lowp.schemes import Block, Scheme
+from milepost.tools.lowp.schemes import Block, Scheme, scales_of
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import SourceTensor
 
@@ -39,7 +39,8 @@ _ACTIVATIONS = re.compile(
 )
 _SCALE = re.compile(
     r".*(?:weight_scale(?:_inv|_2)?|_scale_inv|_proj_scale|weight_global_scale|weight_packed"
-    r"|weight_shape|weight_zero_point|weight_g_idx|qscale_weight|_proj_(?:scales|blocks))"
+    r"|weight_shape|weight_zero_point|weight_g_idx|qscale_weight|_proj_(?:scales|blocks)"
+    r"|\.pre_quant_scale|\.svdquant_lora_[ab]|\.compressed|\.bitmask)"
 )
 
 
@@ -49,8 +50,10 @@ class Coded:
 
     `decode` makes fp32 values of the `inputs`, by key. `rows` has for each input how many rows
     (dim 0) of the result one row of it is for, so that a run of rows can be made alone; inputs
-    without an entry are given whole to each call. `scratch` is what an element of the result takes
-    while it is made, in bytes.
+    without an entry are given whole to each call. Where blocks run on from row to row it `is_flat`:
+    `rows` counts elements then, and `decode` makes a run of them. `scratch` is what an element of
+    the result takes while it is made, in bytes. `dtype` is the float type that `decode` rounds to,
+    where the format has one.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Coded:
     decode: Decode
     rows: Mapping[str, int] = field(default_factory=lambda: {"codes": 1, "scale": 1})
     scratch: int = 24
+    is_flat: bool = False
+    dtype: str | None = None
 
     @property
     def step(self) -> int:
@@ -125,11 +130,7 @@ class CodedTensors:
     def _weight(self, tensor: SourceTensor) -> Coded | None:
         """`X.weight` or a bank `X`, with a scale beside it."""
         name = tensor.name
-        stem = name.removesuffix(".weight")
-        names = [f"{name}_scale_inv", f"{name}_scale"]
-        if stem != name:
-            names += [f"{stem}.scale", f"{stem}.qscale_weight"]
-        found = [self.tensors[each] for each in names if each in self.tensors]
+        found = [self.tensors[each] for each in scales_of(name) if each in self.tensors]
         if not found:
             return None
         if len(found) > 1:
@@ -144,7 +145,7 @@ class CodedTensors:
         if tensor.dtype == "I8" and scale.dtype == "F8_E8M0":
             return self._mx_packed(name, tensor, scale)
         if tensor.dtype in _EIGHT_BITS:
-            return self._eight_bits(tensor, scale, stem)
+            return self._eight_bits(tensor, scale, name.removesuffix(".weight"))
         return None
 
     def _eight_bits(self, tensor: SourceTensor, scale: SourceTensor, module: str) -> Coded | None:

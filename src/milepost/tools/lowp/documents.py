@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from milepost.hf.expert_layouts import BANK
@@ -30,11 +30,13 @@ def document_of(
     selection: Selection,
     scope: Scope,
     tied: dict[str, str],
+    modules: Mapping[str, str],
 ) -> Document:
-    """The `quantization_config` of an output."""
+    """The `quantization_config` of an output. `modules` has the names that loaders give to tensors
+    which have others in files."""
     match target.layout:
         case Layout.COMPRESSED_TENSORS:
-            return _compressed_tensors(target.format, _ignored(selection, tied))
+            return _compressed_tensors(target.format, _ignored(selection, tied, modules))
         case Layout.MXFP8_INV:
             return {
                 "quant_method": "mxfp8",
@@ -63,9 +65,10 @@ def document_of(
             return _block_scaled(target.format, weights, selection, scope)
 
 
-def _ignored(selection: Selection, tied: dict[str, str]) -> list[str]:
+def _ignored(selection: Selection, tied: dict[str, str], modules: Mapping[str, str]) -> list[str]:
     """Modules that are not quantised; of a bank also the experts that readers split it into. Norms
-    too: some readers look for scales beside every weight that is not listed."""
+    too: some readers look for scales beside every weight that is not listed. Some readers compare
+    with names in files, some with those of modules."""
     norms = [name for name in selection.others if "norm" in name]
     found = ["re:.*norm"] if norms else []
     found += [module_of(name) for name in selection.others if name not in norms]
@@ -74,7 +77,8 @@ def _ignored(selection: Selection, tied: dict[str, str]) -> list[str]:
         found += (
             [module] if bank is None else [bank["prefix"], f"re:{re.escape(bank['prefix'])}\\."]
         )
-    return list(dict.fromkeys(found))
+    loaded = {module_of(name): module_of(module) for name, module in modules.items()}
+    return list(dict.fromkeys([*found, *(loaded[name] for name in found if name in loaded)]))
 
 
 def _compressed_tensors(format: Format, ignore: list[str]) -> Document:

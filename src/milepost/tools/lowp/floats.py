@@ -15,14 +15,17 @@ from torch import Tensor
 from milepost.engine.source import memory_of
 from milepost.errors import InvalidInputError
 from milepost.tools.carried import Carried, carried_files
+from milepost.tools.lowp.bitsandbytes import bitsandbytes_tensors
 from milepost.tools.lowp.coded import Coded, CodedTensors
 from milepost.tools.lowp.schemes import KEY, Scheme, scheme_of, without_scheme
+from milepost.tools.rewrite.dtypes import FLOATS, refuse_overflow, torch_type
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import Source, SourceTensor
 from milepost.tools.rewrite.streams import MemoryStream, RowsStream, Stream, rows_at_a_time
 
 _DOCUMENTS = (f"{KEY}.json", "hf_quant_config.json")
 _LOW = ("F8_E4", "F8_E5", "F4", "F6")
+_STATED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +39,23 @@ class DecodedTensor(SourceTensor):
 
     @property
     def stored_dtype(self) -> str:
-        return self.coded.inputs["codes"].dtype
+        dtype = self.coded.inputs["codes"].dtype
+        return "U8" if dtype in FLOATS else dtype  # bytes of codes can be stored as floats
 
     @property
     def held_nbytes(self) -> int:
         inputs, rows = self.coded.inputs, self.coded.rows
         whole = sum(tensor.nbytes for key, tensor in inputs.items() if key not in rows)
-        run = min(self.nbytes, self._run * self.row_nbytes) if self.shape else self.nbytes
+        row, step = self._grid[1], self.coded.step
+        run = min(self.nbytes, rows_at_a_time(max(1, row), step) * row)
         return whole + (self.coded.scratch // 4 + 2) * run
 
     @property
-    def _run(self) -> int:
-        return rows_at_a_time(max(1, self.row_nbytes), self.coded.step)
+    def _grid(self) -> tuple[int, int]:
+        """How many rows are decoded one after the other, and the bytes of one."""
+        if self.coded.is_flat:
+            return prod(self.shape), 4
+        return (self.shape[0] if self.shape else 1), self.row_nbytes
 
     def read(self, rows: tuple[int, int] | None = None) -> Tensor:
         first, last = rows or (0, self.shape[0] if self.shape else 1)
@@ -60,10 +68,10 @@ class DecodedTensor(SourceTensor):
         if not self.shape or not self.nbytes:
             inputs = {key: tensor.read() for key, tensor in self.coded.inputs.items()}
             return MemoryStream(self._finite(self.coded.decode(inputs)), first)
-        row, step = self.row_nbytes, self.coded.step
+        (count, row), step = self._grid, self.coded.step
         decoder = _Decoder(self, first // (row * step) * step)
         return RowsStream(
-            decoder.rows, start=first, end=end, count=self.shape[0], row_nbytes=row, step=step
+            decoder.rows, start=first, end=end, count=count, row_nbytes=row, step=step
         )
 
     def _finite(self, values: Tensor) -> Tensor:
@@ -77,6 +85,44 @@ class DecodedTensor(SourceTensor):
                 "weights that were"
             )
         return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedTensor(SourceTensor):
+    """A quantised weight in the float type that it is kept in once it is dequantised."""
+
+    wide: DecodedTensor
+
+    @property
+    def stored_dtype(self) -> str:
+        return self.wide.stored_dtype
+
+    @property
+    def held_nbytes(self) -> int:
+        run = min(self.nbytes, rows_at_a_time(max(1, self.row_nbytes)) * self.row_nbytes)
+        return self.wide.held_nbytes + 4 * run
+
+    def read(self, rows: tuple[int, int] | None = None) -> Tensor:
+        return self._rounded(self.wide.read(rows))
+
+    def stream(self, first: int = 0, last: int | None = None) -> Stream:
+        if not self.shape or not self.nbytes:
+            return MemoryStream(self.read(), first)
+        row, end = self.row_nbytes, self.nbytes if last is None else last
+        wide = self.wide.stream(first // row * self.wide.row_nbytes)
+
+        def rows(begin: int, stop: int) -> Tensor:
+            """Rows where the last call ended."""
+            values = torch.empty(stop - begin, *self.shape[1:])
+            wide.read_into(memory_of(values))
+            return self._rounded(values)
+
+        return RowsStream(rows, start=first, end=end, count=self.shape[0], row_nbytes=row)
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        made = values.to(torch_type(self.dtype))
+        refuse_overflow(values, made, f"{self.source.path}: {self.name}")
+        return made
 
 
 class _Decoder:
@@ -99,7 +145,8 @@ class _Decoder:
             count = -(-last // per) - first // per
             given[key] = torch.empty((count, *stored.torch_shape()[1:]), dtype=stored.torch_dtype())
             stream.read_into(memory_of(given[key]))
-        return self._tensor._finite(self._coded.decode(given))
+        # A last byte of codes can be for one element more than there are.
+        return self._tensor._finite(self._coded.decode(given)[: last - first])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +175,15 @@ class DecodedPart(SourceTensor):
 
 
 class FloatSource(Source):
-    """`stored` with its quantised weights as fp32, under the names that they have as floats.
+    """`stored` with its quantised weights as floats, under the names that they have then.
 
     `decoded` are those names; it is empty for a checkpoint that is not quantised. `dropped` are
     tensors that only matter to a quantised model, with the reason.
     """
 
-    def __init__(self, stored: Source, found: CodedTensors | None) -> None:
+    def __init__(
+        self, stored: Source, found: CodedTensors | None, *, is_rounded: bool = False
+    ) -> None:
         self.stored = stored
         self.checkpoint, self.path, self.files = stored.checkpoint, stored.path, stored.files
         self.set, self.is_ep_sharded = stored.set, stored.is_ep_sharded
@@ -145,12 +194,15 @@ class FloatSource(Source):
         for tensor in stored.tensors.values():
             coded = None if found is None else found.weights.get(tensor.name)
             if coded is not None:
-                tensors[coded.name] = self._as_floats(coded)
+                wide = self._as_floats(coded)
+                tensors[coded.name] = self._rounded(wide) if is_rounded else wide
             elif tensor.name not in gone:
                 tensors[tensor.name] = replace(tensor, source=self)
         self.tensors = tensors
         self.decoded = frozenset(
-            name for name, tensor in tensors.items() if isinstance(tensor, DecodedTensor)
+            name
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DecodedTensor | RoundedTensor)
         )
         self._is_quantised = found is not None
 
@@ -159,6 +211,22 @@ class FloatSource(Source):
         return DecodedTensor(
             name=coded.name, dtype="F32", shape=coded.shape, nbytes=nbytes, source=self, coded=coded
         )
+
+    def _rounded(self, wide: DecodedTensor) -> RoundedTensor | DecodedTensor:
+        dtype = wide.coded.dtype or self._stated_dtype
+        if dtype == wide.dtype:
+            return wide
+        nbytes = wide.nbytes // 2
+        return RoundedTensor(
+            name=wide.name, dtype=dtype, shape=wide.shape, nbytes=nbytes, source=self, wide=wide
+        )
+
+    @property
+    def _stated_dtype(self) -> str:
+        """The float type of the model, as config.json has it; bf16 where it has none."""
+        places = (self.stored.text_config, self.stored.config)
+        stated = [str(place.get(key)) for place in places for key in ("dtype", "torch_dtype")]
+        return next((_STATED[d] for d in stated if d in _STATED), "BF16")
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -182,8 +250,10 @@ class FloatSource(Source):
         return self.stored.identity()
 
 
-def as_floats(stored: Source, problems: Problems) -> FloatSource:
-    """A source whose quantised weights are read as fp32: codes times scales, not rounded.
+def as_floats(stored: Source, problems: Problems, *, is_rounded: bool = False) -> FloatSource:
+    """A source whose quantised weights are read as fp32: codes times scales, not rounded. With
+    `is_rounded`, as the type that they were quantised from, where their format or else config.json
+    says it; else as bf16.
 
     Problems, all of them: methods whose codes are no floats, a weight without its scale, a scale
     without its weight, scales of another shape than they must have, float8 of the fnuz kind. A
@@ -196,13 +266,15 @@ def as_floats(stored: Source, problems: Problems) -> FloatSource:
     if scheme is None:
         return FloatSource(stored, None)
     own = Problems()
-    found = CodedTensors(stored.tensors, scheme, own)
+    found = bitsandbytes_tensors(stored, scheme, own)
+    if found is None:
+        found = CodedTensors(stored.tensors, scheme, own)
     if not _is_quantised(stored, scheme, found):
         return FloatSource(stored, None)
     for problem in own:
         problems.add(problem)
     _refuse_names_twice(stored, found, problems)
-    return FloatSource(stored, found)
+    return FloatSource(stored, found, is_rounded=is_rounded)
 
 
 def _is_quantised(stored: Source, scheme: Scheme, found: CodedTensors) -> bool:
