@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from milepost.adapters.config import read_adapter_config
+from milepost.adapters.kinds import ADAPTER_STEM
 from milepost.errors import InvalidInputError
 from milepost.storage.fileops import PathLike
 from milepost.tools.cast import refuse_quantised
@@ -47,6 +50,7 @@ def average(
         refuse_quantised(source, VERB)
     problems = Problems()
     _check_names(opened, problems)
+    _check_adapters(opened, problems)
     main = opened[-1]
     groups = [
         group
@@ -106,6 +110,24 @@ def _check_names(opened: Sequence[Source], problems: Problems) -> None:
             problems.refuse(
                 f"{source.path}: has no {', '.join(missing[:5])} ({len(missing)} tensors), which "
                 "other checkpoints have; only checkpoints of one model can be averaged"
+            )
+
+
+def _check_adapters(opened: Sequence[Source], problems: Problems) -> None:
+    """Factors of adapters mean the same only where they are scaled in the same way."""
+    adapters = [source for source in opened if source.stem == ADAPTER_STEM]
+    found = {}
+    for source in adapters:
+        directory = source.path if source.path.is_dir() else source.path.parent
+        config = problems.attempt(partial(read_adapter_config, directory))
+        if config is not None:
+            found[source.path] = config.lora, config.experts
+    last = found.get(opened[-1].path)
+    for path, settings in found.items():
+        if last is not None and settings != last:
+            problems.refuse(
+                f"{path}: its adapter_config.json scales factors in another way than that of "
+                f"{opened[-1].path}; merge each into the base and average the models"
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from milepost.adapters.kinds import ADAPTER_CONFIG
+from milepost.adapters.kinds import ADAPTER_CONFIG, ADAPTER_STEM
 from milepost.errors import InvalidInputError
 from milepost.format.manifest import Role
 from milepost.format.tree import decode
@@ -21,6 +21,7 @@ from milepost.layouts.checkpoint import Checkpoint
 from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.layouts.huggingface import HuggingFaceCheckpoint
 from milepost.storage.staging import STAGING_PREFIX
+from milepost.tools.sources import tensor_set_of
 
 TRAINER_STATE = "trainer_state.json"
 _OTHER_FORMATS = frozenset({"original", "consolidated", "metal", "onnx", "openvino"})
@@ -78,6 +79,15 @@ def carried_files(checkpoint: Checkpoint) -> Carried:
             "export without it would not be the model that was trained; put it back, or export "
             "another checkpoint",
             path=checkpoint.path,
+        )
+    tensors = tensor_set_of(checkpoint)
+    if tensors is not None and tensors.stem == ADAPTER_STEM:
+        _add_card(carried)
+        return carried
+    if carried.paths.pop(ADAPTER_CONFIG, None) is not None:
+        carried.notes.append(
+            f"{ADAPTER_CONFIG} is left behind: the weights are those of a whole model, and loaders "
+            "would look for an adapter beside them"
         )
     _add_config(carried, checkpoint)
     _add_card(carried)

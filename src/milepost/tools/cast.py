@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from milepost.errors import InvalidInputError
 from milepost.storage.fileops import PathLike
+from milepost.tools.lowp.schemes import quantised_by
 from milepost.tools.rewrite.dtypes import FLOATS, cast_group, float_type
 from milepost.tools.rewrite.groups import passed
 from milepost.tools.rewrite.options import RewriteOptions
@@ -44,6 +45,7 @@ def cast(
             for tensor in opened.tensors.values()
         ],
         arguments={"dtype": wanted, "keep": list(keep)},
+        states_dtype=True,
     )
     for message in kept.unused(opened.tensors):
         rewrite.problems.refuse(message)
@@ -52,9 +54,8 @@ def cast(
 
 def refuse_quantised(source: Source, verb: str) -> None:
     """`InvalidInputError` for a source whose weights are codes that need their scales."""
-    method = source.config.get("quantization_config")
-    name = method.get("quant_method") if isinstance(method, dict) else method
-    if method is None or name == "gguf":  # read from GGUF, and dequantised by that
+    name = quantised_by(source)
+    if name is None:
         return
     raise InvalidInputError(
         f"{source.path}: its weights are quantised ({name}), and {verb} would treat codes as "

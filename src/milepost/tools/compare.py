@@ -37,10 +37,11 @@ def compare_values(first: Checkpoint, second: Checkpoint) -> Iterator[Change]:
     At most a few pieces of 4 Mi elements are in memory at a time. A name that one side ties is
     compared with what the other stores under it.
     """
-    theirs = second.tensors()
-    for name, info in first.tensors().items():
+    mine, theirs = first.tensors(), second.tensors()
+    for name in [*mine, *(alias for alias in first.tied if alias in theirs)]:
+        info = mine.get(first.tied.get(name, name))
         other = theirs.get(second.tied.get(name, name))
-        if other is not None:
+        if info is not None and other is not None:
             yield _change(first, second, name, info, other)
 
 

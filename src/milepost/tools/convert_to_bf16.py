@@ -51,6 +51,7 @@ def convert_to_bf16(
         sources=[opened],
         groups=groups,
         arguments={"dtype": wanted, "keep": list(keep)},
+        states_dtype=True,
         edit_config=lambda document: opened.edit_config(document) + _set_config(document, plan),
         dropped=opened.dropped,
         counts=_counts(groups, wanted, opened),

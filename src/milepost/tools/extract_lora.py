@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from milepost.adapters.kinds import ADAPTER_STEM
 from milepost.adapters.names import PREFIX
 from milepost.errors import InvalidInputError
 from milepost.hf.card import is_hub_id
+from milepost.hf.expert_layouts import EXPERT_NAMES, NO_EXPERT_NAMES
 from milepost.hf.fp32_names import is_norm
 from milepost.storage.fileops import PathLike
 from milepost.tools.carried import Carried
 from milepost.tools.cast import refuse_quantised
+from milepost.tools.merge_peft_base import BaseIndex
+from milepost.tools.module_names import may_have_others, module_names
 from milepost.tools.rewrite.cards import Relation, RelationKind
 from milepost.tools.rewrite.dtypes import FLOATS, float_type, torch_type
 from milepost.tools.rewrite.groups import Computed, Group, TensorSpec, passed
@@ -27,7 +32,7 @@ from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
 from milepost.tools.rewrite.run import run_rewrite
-from milepost.tools.rewrite.source import SourceTensor, open_source
+from milepost.tools.rewrite.source import Source, SourceTensor, open_source
 
 VERB = "extract-lora"
 EXACT_NUMEL = 2**20
@@ -37,6 +42,14 @@ _EXACT_COPIES, _PROJECTED_COPIES = 20, 4
 _OVERSAMPLED = 16
 _ITERATIONS = 4
 _SEED = 0
+_PUT_TOGETHER = frozenset({"minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe"})
+"""Families of which peft puts factors of experts and routers together as banks, all of them: they
+have no other modules of such names."""
+_LEAVES_OF_EXPERTS = frozenset(
+    {"gate", "router", "layer", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+)
+_CONV1D_FAMILIES = frozenset({"gpt2", "openai-gpt"})
+_CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 _EMBEDDINGS = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)\.weight"
 )
@@ -67,7 +80,8 @@ def extract_lora(
     Each two-dimensional weight of a linear layer that differs (and whose module is one of
     `target_modules`, by its last name, where given) gets the factors that are nearest to its
     difference, in `dtype` (by default that of `tuned`). Modules in `save_modules`, by their last
-    name, are stored whole. What else differs is in the notes: the adapter is without it.
+    name, are stored whole. What else differs is in the notes: the adapter is without it. So is what
+    peft does not find in families whose experts it knows in banks alone.
 
     `InvalidInputError` for models of different tensors or shapes, and where nothing differs; other
     errors: see `run_rewrite`.
@@ -93,18 +107,23 @@ class _Extraction:
         self._tuned, self._base = open_source(tuned), open_source(base)
         for source in (self._tuned, self._base):
             refuse_quantised(source, VERB)
+            _refuse_adapter(source)
+        self._of_tuned, self._of_base = BaseIndex(self._tuned), BaseIndex(self._base)
+        self._modules = module_names(self._tuned)
         self._rank, self._dtype = rank, None if dtype is None else float_type(dtype)
         self._targets, self._saved = tuple(target_modules), tuple(save_modules)
         self._problems = Problems()
         self.energy: dict[str, float] = {}
         self.left_out: list[str] = []
-        self._ranks: dict[str, int] = {}
+        self._targeted: list[str] = []
         self._whole: list[str] = []
 
     def rewrite(self) -> Rewrite:
         groups: list[Group] = []
-        for name, tensor in self._tuned.tensors.items():
-            other = self._base.tensors.get(name)
+        for name, tensor in self._everything().items():
+            other = self._of_base.tensor(name)
+            if name in self._whole:
+                continue
             if other is None:
                 self._new(tensor, groups)
             elif other.shape != tensor.shape:
@@ -114,7 +133,7 @@ class _Extraction:
                 )
             elif _differs(tensor, other):
                 self._add(tensor, other, groups)
-        missing = [name for name in self._base.tensors if name not in self._tuned.tensors]
+        missing = [name for name in self._base.tensors if self._of_tuned.tensor(name) is None]
         if missing:
             self._problems.refuse(
                 f"{self._tuned.path}: has no {', '.join(missing[:5])} ({len(missing)} tensors), "
@@ -127,8 +146,17 @@ class _Extraction:
             )
         return self._made(groups)
 
+    def _everything(self) -> dict[str, SourceTensor]:
+        """All tensors of the fine-tune, and those that it ties and the base stores."""
+        found = dict(self._tuned.tensors)
+        for name in self._base.tensors:
+            twin = self._of_tuned.tensor(name)
+            if name not in found and twin is not None:
+                found[name] = replace(twin, name=name)
+        return found
+
     def _made(self, groups: list[Group]) -> Rewrite:
-        read = {tensor.name for group in groups for tensor in group.sources}
+        read = {t.name for group in groups for t in group.sources if t.source is self._tuned}
         rewrite = Rewrite(
             verb=VERB,
             sources=[self._tuned, self._base],
@@ -149,15 +177,43 @@ class _Extraction:
             },
             tied={},
             stem="adapter_model",
-            counts={"factorised": len(self._ranks), "saved whole": len(self._whole)},
+            counts={"factorised": len(self._targeted), "saved whole": len(self._whole)},
             problems=self._problems,
         )
         document = json.dumps(self._config(), indent=2).encode() + b"\n"
         rewrite.aux = Carried(documents={"adapter_config.json": document})
+        rewrite.notes += self._told_of_names()
         if self.left_out:
             rewrite.notes.append(f"left out{self._told_left_out()}")
         rewrite.before_publish = lambda _: self._tell(rewrite)
         return rewrite
+
+    def _told_of_names(self) -> list[str]:
+        """What peft will not find, or may not."""
+        notes = []
+        if may_have_others(self._tuned) and not self._modules:
+            notes.append(
+                "names of modules are those of the tensors: transformers, which loads models of "
+                "this kind under other names, could not be asked, and peft may not find them"
+            )
+        if not self._targeted:
+            notes.append("peft loads no adapter without factors; merge-peft-adapters does")
+        kinds = self._tuned.model_types
+        has_experts = any(kind in EXPERT_NAMES or kind in NO_EXPERT_NAMES for kind in kinds)
+        if not has_experts or not _PUT_TOGETHER.isdisjoint(kinds):
+            return notes
+        apart = [
+            name
+            for name in self._targeted
+            if "expert" in name or name.rpartition(".")[2] in _LEAVES_OF_EXPERTS
+        ]
+        if apart:
+            notes.append(
+                f"peft loses the factors of {len(apart)} modules, such as {apart[0]}: with "
+                f"transformers 5 it looks for experts, routers and MLPs of {kinds[0]} in banks; "
+                "milepost merge-peft-adapters takes all of them"
+            )
+        return notes
 
     def _told_left_out(self) -> str:
         if not self.left_out:
@@ -198,8 +254,11 @@ class _Extraction:
         return module.rpartition(".")[2] in self._saved
 
     def _save(self, tensor: SourceTensor, groups: list[Group]) -> None:
-        groups.append(passed(tensor, name=PREFIX + tensor.name))
-        self._whole.append(tensor.name)
+        """Store a tensor whole; for peft, which parts tied modules, under all its names."""
+        aliases = [alias for alias, kept in self._of_tuned.tied.items() if kept == tensor.name]
+        for name in (tensor.name, *aliases):
+            groups.append(passed(tensor, name=PREFIX + self._modules.get(name, name)))
+            self._whole.append(name)
 
     def _add(self, tensor: SourceTensor, other: SourceTensor, groups: list[Group]) -> None:
         module, _, leaf = tensor.name.rpartition(".")
@@ -207,7 +266,7 @@ class _Extraction:
         if self._is_saved(module):
             self._save(tensor, groups)
         elif self._is_linear(tensor, leaf) and (not self._targets or last in self._targets):
-            groups.append(self._factors(module, tensor, other))
+            groups.append(self._factors(tensor, other))
         else:
             self.left_out.append(tensor.name)
 
@@ -216,11 +275,14 @@ class _Extraction:
         is_other = is_norm(tensor.name) or _EMBEDDINGS.fullmatch(tensor.name) is not None
         return is_matrix and not is_other
 
-    def _factors(self, module: str, tensor: SourceTensor, other: SourceTensor) -> Group:
+    def _factors(self, tensor: SourceTensor, other: SourceTensor) -> Group:
+        """Both factors have all ranks, of which a small matrix leaves some zero: peft puts those of
+        experts that lie one by one together, and reads no rank of one alone."""
         rank = min(self._rank, *tensor.shape)
-        self._ranks[module] = rank
+        module = self._modules.get(tensor.name, tensor.name).removesuffix(".weight")
+        self._targeted.append(module)
         dtype = self._dtype or tensor.dtype
-        is_transposed = self._is_transposed()
+        is_transposed = self._has_conv1d and module.rpartition(".")[2] in _CONV1D
         rows, columns = tensor.shape[::-1] if is_transposed else tensor.shape
         names = (f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight")
 
@@ -232,21 +294,26 @@ class _Extraction:
             left, right, kept = factorised(delta, rank)
             self.energy[tensor.name] = kept
             wanted = torch_type(dtype)
-            return {names[0]: right.to(wanted), names[1]: left.to(wanted)}
+            more = self._rank - rank
+            return {
+                names[0]: pad(right, (0, 0, 0, more)).to(wanted),
+                names[1]: pad(left, (0, more)).to(wanted),
+            }
 
         return Computed(
             inputs={"tuned": tensor, "base": other},
             outputs=(
-                TensorSpec(name=names[0], dtype=dtype, shape=(rank, columns)),
-                TensorSpec(name=names[1], dtype=dtype, shape=(rows, rank)),
+                TensorSpec(name=names[0], dtype=dtype, shape=(self._rank, columns)),
+                TensorSpec(name=names[1], dtype=dtype, shape=(rows, self._rank)),
             ),
             make=make,
             scratch_nbytes=4 * _copies(prod(tensor.shape)) * prod(tensor.shape),
         )
 
-    def _is_transposed(self) -> bool:
-        """Whether linear layers of the family are Conv1D, which store inputs first."""
-        return "gpt2" in self._tuned.model_types
+    @property
+    def _has_conv1d(self) -> bool:
+        """Whether layers of the family are Conv1D, which store inputs first."""
+        return not _CONV1D_FAMILIES.isdisjoint(self._tuned.model_types)
 
     # ---- configuration
 
@@ -263,25 +330,24 @@ class _Extraction:
             "lora_alpha": self._rank,
             "lora_dropout": 0.0,
             "bias": "none",
-            "fan_in_fan_out": self._is_transposed(),
+            "fan_in_fan_out": self._has_conv1d,
             "inference_mode": True,
-            "target_modules": sorted(self._ranks),
+            "target_modules": sorted(self._targeted),
             "modules_to_save": saved or None,
-            "rank_pattern": {
-                re.escape(module): rank
-                for module, rank in self._ranks.items()
-                if rank != self._rank
-            },
-            "alpha_pattern": {
-                re.escape(module): rank
-                for module, rank in self._ranks.items()
-                if rank != self._rank
-            },
         }
 
     def _is_causal(self) -> bool:
         names = self._tuned.config.get("architectures") or []
         return any("ForCausalLM" in str(name) for name in names)
+
+
+def _refuse_adapter(source: Source) -> None:
+    if source.stem == ADAPTER_STEM:
+        raise InvalidInputError(
+            f"{source.path}: is an adapter already; a difference is one of whole models (milepost "
+            "merge-peft-adapters makes one)",
+            path=source.path,
+        )
 
 
 def _copies(numel: int) -> int:

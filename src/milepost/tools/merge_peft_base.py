@@ -14,6 +14,7 @@ from milepost.adapters.names import PREFIX, aligned
 from milepost.hf.expert_layouts import BANK, DOWN, EXPERT, GATE_UP, UP, ExpertNames, expert_names
 from milepost.hf.foreign_calls import attempt
 from milepost.tools.merge_peft_edits import Region
+from milepost.tools.module_names import module_names
 from milepost.tools.rewrite.source import Source, SourceTensor
 
 
@@ -27,13 +28,15 @@ class Bank:
 
 
 class BaseIndex:
-    """`tied` maps names without a tensor to the name that has it."""
+    """`tied` maps names without a tensor to the name that has it. `doubled` maps a head that is
+    stored although config.json ties it to the embedding that it is tied to."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._names = expert_names(source.model_types)
-        self.tied = self._ties()
+        self.tied, self.doubled = self._ties()
         self._stored = {self._in_module(name): name for name in source.tensors}
+        self._stored |= {module: name for name, module in module_names(source).items()}
         self._stored |= {name: name for name in source.tensors}
         self._banks = self._joined() if self._names is not None else {}
         self._places = self._single_places() if self._names is not None else {}
@@ -72,13 +75,15 @@ class BaseIndex:
                 return tuple(bank.parts)
         return (stored,)
 
-    def _ties(self) -> dict[str, str]:
+    def _ties(self) -> tuple[dict[str, str], dict[str, str]]:
         found = dict(self.source.tied)
         tensors = self.source.tensors
         embedding = next((n for n in tensors if n.endswith(_EMBEDDINGS)), None)
-        if embedding is None or _HEAD in tensors or _HEAD in found:
-            return found
-        return found | ({_HEAD: embedding} if _is_tied(self.source) else {})
+        if embedding is None or _HEAD in found:
+            return found, {}
+        if _HEAD in tensors:
+            return found, {_HEAD: embedding} if _stated_tie(self.source) else {}
+        return found | ({_HEAD: embedding} if _is_tied(self.source) else {}), {}
 
     def _in_module(self, stored: str) -> str:
         """A name of the hub as modules of transformers have it."""
@@ -130,14 +135,20 @@ def _is_tied(source: Source) -> bool:
     What that leaves out is the default of the configuration's class. Where transformers cannot be
     asked it is true, the one value that `save_pretrained` ever left out, for a class with a head.
     """
+    stated = _stated_tie(source)
+    if stated is not None:
+        return stated
+    return any(str(n).endswith(_WITH_HEAD) for n in source.config.get("architectures") or ())
+
+
+def _stated_tie(source: Source) -> bool | None:
+    """What config.json says, or the configuration's class by default; None where nobody does."""
     config = source.config
     stated = source.text_config.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     if stated is not None:
         return bool(stated)
     known, _ = attempt(partial(_default_of_class, config.get("model_type")))
-    if known is not None:
-        return known
-    return any(str(name).endswith(_WITH_HEAD) for name in config.get("architectures") or ())
+    return known
 
 
 def _default_of_class(model_type: Any) -> bool:

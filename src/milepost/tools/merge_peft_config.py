@@ -47,7 +47,7 @@ def set_untied(document: dict[str, Any], names: Sequence[str]) -> list[str]:
         if "tie_word_embeddings" in place:
             place["tie_word_embeddings"] = False
     document["tie_word_embeddings"] = False
-    return [f"tie_word_embeddings: false, since {', '.join(names)} differs from the embedding"]
+    return [f"tie_word_embeddings: false, since {', '.join(names)} is a tensor of its own"]
 
 
 def set_classifier(

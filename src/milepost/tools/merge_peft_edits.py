@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -63,7 +64,7 @@ _memory = _Memory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
+class Edit(ABC):
     """One change of a tensor. `inputs` are what it reads, `by_rows` those of them whose dim 0 is
     that of the tensor; None for an edit that does not go row by row."""
 
@@ -71,9 +72,9 @@ class Edit:
     weight: float
     by_rows: tuple[str, ...] | None = None
 
+    @abstractmethod
     def start(self, factors: Factors, base: Tensor) -> Apply:
         """The change of parts of `base`, which is the tensor, or a band of it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

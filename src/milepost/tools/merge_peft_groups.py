@@ -19,16 +19,18 @@ from milepost.tools.merge_peft_edits import (
     Differences,
     Edit,
     LowRankEdit,
+    RowsEdit,
     WholeEdit,
     edited_group,
 )
+from milepost.tools.merge_peft_lookups import AdapterPlan
 from milepost.tools.merge_peft_plan import plan_adapter
 from milepost.tools.merging.vocabulary import is_by_token
 from milepost.tools.rewrite.dtypes import FLOATS, cast_group
 from milepost.tools.rewrite.groups import Group, passed
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.sidecars import constant, sidecar_plan
-from milepost.tools.rewrite.source import SourceTensor
+from milepost.tools.rewrite.source import SourceTensor, same_bytes
 
 _HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 
@@ -77,6 +79,7 @@ class Merging:
         self.notes: list[str] = []
         self.dropped: dict[str, str] = {}
         self.separate: list[str] = []
+        self.untied: list[str] = []
         self.replaced: list[str] = []
         self.sidecars: dict[str, Path] = {}
         self.config: dict[str, Any] = {}
@@ -103,6 +106,7 @@ class Merging:
             self._take(adapter)
         self._settle_ties()
         self._settle_heads()
+        self._settle_doubled()
         sidecars = self._sidecar_plan()
         made: list[Group] = []
         done: set[str] = set()
@@ -125,19 +129,20 @@ class Merging:
 
     def _take(self, adapter: OpenedAdapter) -> None:
         plan = plan_adapter(adapter, self._base, self._problems)
+        self._share_rows(plan)
         for name, edits in plan.edits.items():
             if name in self._base.tied:
                 self._of_alias.setdefault(name, []).extend(edits)
             else:
                 self._edits.setdefault(self._stored(name), []).extend(edits)
         for name, tensor in plan.copies.items():
-            stored = self._stored(name)
-            if stored in self._copies:
+            known = self._copies.setdefault(self._stored(name), tensor)
+            if not same_bytes(known, tensor):
                 self._problems.refuse(
-                    f"{name}: more than one adapter brings a base embedding of its own; merge one "
-                    "after the other"
+                    f"{name}: {known.source.path} and {tensor.source.path} bring base embeddings "
+                    f"along that differ ({known.name}, {tensor.name}); merge one adapter after the "
+                    "other"
                 )
-            self._copies[stored] = tensor
         for name, tensor in plan.new.items():
             if name in self._new or adapter.weight != 1.0:
                 self._problems.refuse(
@@ -145,6 +150,19 @@ class Merging:
                     "added up; merge the one that brings it alone, at weight 1"
                 )
             self._new[name] = tensor
+
+    def _share_rows(self, plan: AdapterPlan) -> None:
+        """Rows of an embedding that were trained are also those of the head that is tied to it, as
+        in peft, unless the adapter has rows of the head."""
+        doubled = self._base.doubled
+        for alias, kept in {**self._base.tied, **doubled}.items():
+            ours, theirs = (_rows(plan.edits.get(name, ())) for name in (alias, kept))
+            if ours or not theirs:
+                continue
+            if alias in doubled and not same_bytes(self._tensors[alias], self._tensors[kept]):
+                continue
+            for edit in theirs:
+                plan.add(alias, edit)
 
     def _stored(self, name: str) -> str:
         tensor = self._base.tensor(name)
@@ -178,6 +196,17 @@ class Merging:
                 f"{alias} and {stored} are one tensor: what was trained of {trained} acts on both, "
                 "as in peft's merge (--tied separate keeps them apart, as the adapter computed)"
             )
+
+    def _settle_doubled(self) -> None:
+        """A head that is stored beside the embedding is tied to it no more when either changes."""
+        changed = {*self._edits, *self._copies}
+        doubled = self._base.doubled.items()
+        self.untied = [*self.separate]
+        self.untied += [
+            alias
+            for alias, kept in doubled
+            if alias not in self.dropped and not changed.isdisjoint((alias, kept))
+        ]
 
     def _separated(self, alias: str) -> list[Group]:
         """The head as a tensor of its own."""
@@ -335,6 +364,10 @@ class Merging:
         return SidecarPlan(tensors=tensors, widen=frozenset(widen))
 
 
+def _rows(edits: Sequence[Edit]) -> list[RowsEdit]:
+    return [edit for edit in edits if isinstance(edit, RowsEdit)]
+
+
 def _are_equal(first: Sequence[Edit], second: Sequence[Edit]) -> bool:
     """Whether both sides of a tie are changed in the same way, by the values."""
     if len(first) != len(second):
@@ -344,6 +377,8 @@ def _are_equal(first: Sequence[Edit], second: Sequence[Edit]) -> bool:
 
 def _is_same(one: Edit, other: Edit) -> bool:
     if type(one) is not type(other) or one.weight != other.weight:
+        return False
+    if isinstance(one, RowsEdit) and isinstance(other, RowsEdit) and one.indices != other.indices:
         return False
     values, others = (
         {key: tensor.read() for key, tensor in edit.inputs.items()} for edit in (one, other)

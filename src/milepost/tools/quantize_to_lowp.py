@@ -20,6 +20,7 @@ from milepost.tools.lowp.rows import tensor_of
 from milepost.tools.lowp.schemes import KEY
 from milepost.tools.lowp.selection import Apply, Scope, Selection, is_bank, module_of, select
 from milepost.tools.lowp.targets import Format, Layout, Target
+from milepost.tools.module_names import module_names
 from milepost.tools.moe_experts import Unfused, unfused
 from milepost.tools.rewrite.cards import Relation, RelationKind, hub_id_of
 from milepost.tools.rewrite.dtypes import cast_group
@@ -120,7 +121,9 @@ def quantize_to_lowp(
         kind=RelationKind.QUANTIZED, base_models=[] if hub_id is None else [hub_id]
     )
     _check_weights(weights, specs, target, rewrite)
-    document = document_of(target, [*weights.values()], selection, scope, tensors.tied)
+    document = document_of(
+        target, [*weights.values()], selection, scope, tensors.tied, module_names(opened)
+    )
     _add_documents(rewrite, document, opened)
     rewrite.notes += [*_told_before(opened, rewrite.groups), *_told(selection)]
     report = run_rewrite(rewrite, output, options)

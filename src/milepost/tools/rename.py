@@ -44,6 +44,9 @@ def rename(
         tied={renamed[alias]: renamed[name] for alias, name in opened.tied.items()},
         counts={"renamed": sum(renamed[name] != name for name in opened.tensors)},
     )
+    if len({renamed[alias] for alias in opened.tied}) < len(opened.tied):
+        listed = ", ".join(opened.tied)
+        rewrite.problems.refuse(f"{listed}: two of these names, which are tied, become one")
     for pattern, _ in compiled:
         if not any(pattern.search(name) for name in names):
             rewrite.problems.refuse(f"rule {pattern.pattern!r} fits no tensor")
@@ -57,10 +60,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise InvalidInputError(f"rule {pattern!r}: not a regular expression: {error}") from None
 
 
-def _apply(rules: Sequence[tuple[re.Pattern[str], str]], name: str) -> str:
+def _apply(rules: Sequence[tuple[re.Pattern[str], str]], old: str) -> str:
+    name = old
     for pattern, new in rules:
         try:
             name = pattern.sub(new, name)
         except (re.error, IndexError) as error:
             raise InvalidInputError(f"rule {pattern.pattern!r} => {new!r}: {error}") from None
+    if not name:
+        raise InvalidInputError(f"the rules leave nothing of the name {old!r}")
     return name

@@ -9,8 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from milepost.errors import InvalidInputError
+from milepost.errors import FormatError, InvalidInputError
+from milepost.format import strictjson
 from milepost.format.manifest import DIGESTS_NAME, MANIFEST_NAME, Manifest
+from milepost.format.places import shown
 from milepost.hf.router_slots import SINKS
 from milepost.hf.sidecar_files import PROVENANCE, SINKS_KEY, SinkPolicy
 from milepost.hf.training_sidecars import NEUTRAL_SINK
@@ -54,8 +56,10 @@ def reset_sinks(
     if in_place == (output is not None):
         raise InvalidInputError("reset-sinks: give an output directory or --in-place, one of them")
     opened = open_source(source)
-    if in_place and not opened.path.is_dir():
-        raise InvalidInputError(f"{opened.path}: in place needs a directory", path=opened.path)
+    if in_place and (opened.set is None or not opened.path.is_dir()):
+        raise InvalidInputError(
+            f"{opened.path}: in place needs a directory with safetensors parts", path=opened.path
+        )
     sinks = [t for t in opened.tensors.values() if t.name.rpartition(".")[2] == SINKS]
     rewrite = Rewrite(
         verb="reset-sinks",
@@ -98,7 +102,9 @@ def _group(tensor: SourceTensor) -> Group:
 def _state_policy(carried: Carried) -> None:
     """The provenance file says that sinks are neutralised."""
     place = carried.paths.pop(PROVENANCE, None)
-    document = {} if place is None else json.loads(place.read_bytes())
+    document = {} if place is None else strictjson.loads(place.read_bytes(), where=str(place))
+    if not isinstance(document, dict):
+        raise FormatError(f"{place}: expected an object, found {shown(document)}", path=place)
     document[SINKS_KEY] = SinkPolicy.NEUTRALIZED.value
     carried.documents[PROVENANCE] = json.dumps(document, indent=2).encode() + b"\n"
 

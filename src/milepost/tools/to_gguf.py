@@ -20,7 +20,7 @@ from milepost.tools.gguf.tensors import Kind, TensorPlan, plan_tensors
 from milepost.tools.gguf.tokenizer import tokenizer_keys
 from milepost.tools.gguf.write import memory_and_threads, require_equal, tasks_of, write_file
 from milepost.tools.rewrite.options import Check, Mode, RewriteOptions
-from milepost.tools.rewrite.problems import Problems
+from milepost.tools.rewrite.problems import Problems, refuse_parent
 from milepost.tools.rewrite.report import CheckReport, RewriteReport
 from milepost.tools.rewrite.source import Source, open_source
 
@@ -39,18 +39,8 @@ def to_gguf(
     gguf_package()
     kind = _kind(dtype)
     with open_source(source) as opened:
-        if not _came_from_gguf(opened):
-            refuse_quantised(opened, "to-gguf")
+        refuse_quantised(opened, "to-gguf")
         return _Run(opened, Path(output), kind, options or RewriteOptions()).run()
-
-
-def _came_from_gguf(source: Source) -> bool:
-    """Whether the model was loaded from a GGUF file, which its configuration says ever after.
-
-    Its weights are values if they are floats; those that stayed codes are refused one by one.
-    """
-    method = source.config.get("quantization_config")
-    return isinstance(method, dict) and method.get("quant_method") == "gguf"
 
 
 def _kind(dtype: str) -> Kind:
@@ -94,6 +84,7 @@ class _Run:
                     path=output,
                 )
             )
+        refuse_parent(output, problems)
         given = os.path.realpath(self._source.path)
         place = os.path.realpath(output)
         if place != given and os.path.commonpath([place, given]) == given:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2MoeConfig
 from typer.testing import CliRunner
 
 from milepost.cli.app import make_app
@@ -25,6 +29,8 @@ from tests.tools.adapters.peft_oracle import (
     write_adapter,
     write_base,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # peft advises on each choice
 
 QUICK = RewriteOptions(is_durable=False, threads=2)
 
@@ -75,9 +81,104 @@ def test_what_is_no_linear_layer_is_listed_or_stored_whole(tmp_path: Path) -> No
     )
     assert not report.left_out and report.counts == {"factorised": 14, "saved whole": 7}
     document = json.loads((tmp_path / "all/adapter_config.json").read_bytes())
-    assert document["r"] == 64 and set(document["rank_pattern"].values()) <= {8, 16}
+    assert document["r"] == document["lora_alpha"] == 64
     adapted = PeftModel.from_pretrained(load(base), str(tmp_path / "all"))
     assert torch.allclose(outputs(adapted), outputs(model), atol=1e-3)
+
+
+def tuned_on(base: Path, out: Path, change: Callable[[str], bool]) -> Path:
+    """The base with noise on the stored tensors that `change` names."""
+    shutil.copytree(base, out)
+    torch.manual_seed(3)
+    held = load_file(base / "model.safetensors")
+    for name in filter(change, held):
+        held[name] = held[name] + torch.randn_like(held[name]) * 0.1
+    save_file(held, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def adapted(base: Path, adapter: Path) -> torch.Tensor:
+    return outputs(PeftModel.from_pretrained(load(base), str(adapter)))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern:RuntimeWarning")  # peft's own
+@pytest.mark.parametrize("part", ["experts.", "mlp.gate."])
+def test_small_matrices_of_experts_and_routers_get_factors_that_peft_puts_together(
+    part: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases["qwen3_moe"]
+    tuned = tuned_on(base, tmp_path / "tuned", lambda name: part in name)
+    extract_lora(tuned, base, tmp_path / "a", rank=14, options=QUICK)
+    assert torch.allclose(adapted(base, tmp_path / "a"), outputs(load(tuned)), atol=1e-5)
+    merge_peft_adapters([tmp_path / "a"], tmp_path / "out", base=base, options=QUICK)
+    assert torch.allclose(outputs(load(tmp_path / "out")), outputs(load(tuned)), atol=1e-5)
+
+
+def test_factors_that_peft_loses_are_told_and_merged_all_the_same(tmp_path: Path) -> None:
+    config = Qwen2MoeConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    base = write_base(tmp_path / "base", config)
+    tuned = tuned_on(base, tmp_path / "tuned", lambda name: "_proj.weight" in name)
+    report = extract_lora(tuned, base, tmp_path / "a", rank=16, options=QUICK)
+    assert any(note.startswith("peft loses the factors of 30 modules") for note in report.notes)
+    merge_peft_adapters([tmp_path / "a"], tmp_path / "out", base=base, options=QUICK)
+    assert torch.allclose(outputs(load(tmp_path / "out")), outputs(load(tuned)), atol=1e-5)
+    tuned = tuned_on(base, tmp_path / "other", lambda name: "self_attn.q_proj.weight" in name)
+    report = extract_lora(tuned, base, tmp_path / "b", rank=16, options=QUICK)
+    assert not any("peft loses" in note for note in report.notes)
+    assert torch.allclose(adapted(base, tmp_path / "b"), outputs(load(tuned)), atol=1e-5)
+
+
+def test_an_embedding_that_is_stored_whole_is_the_head_too_where_both_are_one(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base = bases["tied"]
+    change = re.compile(r".*(embed_tokens|q_proj).*").fullmatch
+    tuned = tuned_on(base, tmp_path / "tuned", lambda name: change(name) is not None)
+    extract_lora(tuned, base, tmp_path / "a", rank=16, save_modules=["embed_tokens"], options=QUICK)
+    assert torch.allclose(adapted(base, tmp_path / "a"), outputs(load(tuned)), atol=1e-5)
+    merge_peft_adapters([tmp_path / "a"], tmp_path / "out", base=base, options=QUICK)
+    assert torch.allclose(outputs(load(tmp_path / "out")), outputs(load(tuned)), atol=1e-5)
+
+
+@pytest.mark.parametrize("stores_head", ["tuned", "base", "both"])
+def test_a_head_that_one_side_stores_is_compared_with_the_embedding_that_it_is_on_the_other(
+    stores_head: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    sides = {"base": tmp_path / "base", "tuned": tmp_path / "tuned"}
+    shutil.copytree(bases["tied"], sides["base"])
+    tuned_on(bases["tied"], sides["tuned"], lambda name: "q_proj" in name)
+    for name, place in sides.items():
+        held = load_file(place / "model.safetensors")
+        if stores_head in (name, "both"):
+            held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+            save_file(held, place / "model.safetensors", {"format": "pt"})
+    report = extract_lora(sides["tuned"], sides["base"], tmp_path / "a", rank=16, options=QUICK)
+    assert report.counts == {"factorised": 2, "saved whole": 0} and not report.left_out
+    wanted = outputs(load(sides["tuned"]))
+    assert torch.allclose(adapted(sides["base"], tmp_path / "a"), wanted, atol=1e-5)
+
+
+def test_a_head_of_gpt2_is_no_conv1d(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["gpt2"]
+    held = load_file(base / "model.safetensors")
+    shutil.copytree(base, tmp_path / "tuned")
+    held["lm_head.weight"] = held["transformer.wte.weight"] + 0.1 * torch.randn(40, 16)
+    save_file(held, tmp_path / "tuned/model.safetensors", {"format": "pt"})
+    extract_lora(tmp_path / "tuned", base, tmp_path / "a", rank=16, options=QUICK)
+    assert torch.allclose(
+        adapted(base, tmp_path / "a"), outputs(load(tmp_path / "tuned")), atol=1e-4
+    )
 
 
 def test_a_large_difference_is_factorised_the_same_way_twice_and_nearly_as_well() -> None:

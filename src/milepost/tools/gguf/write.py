@@ -23,7 +23,7 @@ from milepost.tools.gguf.convert import BYTES_PER_ELEMENT, converted, unit_of
 from milepost.tools.gguf.tensors import GgufTensor, Segment
 from milepost.tools.rewrite.heap import Heap
 from milepost.tools.rewrite.options import RewriteOptions
-from milepost.tools.rewrite.source import SourceTensor
+from milepost.tools.rewrite.source import SourceTensor, same_bytes
 
 _BAND_NUMEL = 2**18
 _DEFAULT_MEMORY_NBYTES = 32 * 2**20
@@ -188,20 +188,7 @@ class _Progress:
 
 def require_equal(head: SourceTensor, embedding: SourceTensor) -> None:
     """`InvalidInputError` for a head that is tied by the configuration and has other values."""
-    equal = head.dtype == embedding.dtype and head.nbytes == embedding.nbytes
-    if equal:
-        size = 2**20
-        ours, theirs = bytearray(size), bytearray(size)
-        first, second = head.stream(), embedding.stream()
-        for start in range(0, head.nbytes, size):
-            count = min(size, head.nbytes - start)
-            views = memoryview(ours)[:count], memoryview(theirs)[:count]
-            first.read_into(views[0])
-            second.read_into(views[1])
-            if views[0] != views[1]:
-                equal = False
-                break
-    if not equal:
+    if not same_bytes(head, embedding):
         raise InvalidInputError(
             f"{head.source.path}: config.json ties {head.name} to {embedding.name}, and both are "
             "there with other values, so one of them would be lost; set tie_word_embeddings to "

@@ -82,8 +82,8 @@ def _edit_config(rewrite: Rewrite, carried: Carried) -> None:
 
 
 def new_dtype(rewrite: Rewrite) -> str | None:
-    """The float type of most weights, when other types are there than in the first source, or when
-    values were made of codes."""
+    """The float type of most weights, when other types are there than in the first source, when
+    values were made of codes, or when the verb wants it stated."""
     before, after = dict.fromkeys(FLOATS, 0), dict.fromkeys(FLOATS, 0)
     tensors = rewrite.sources[0].tensors.values()
     for tensor in tensors:
@@ -96,7 +96,7 @@ def new_dtype(rewrite: Rewrite) -> str | None:
     is_decoded = any(tensor.stored_dtype != tensor.dtype for tensor in tensors)
     same_types = [bool(n) for n in before.values()] == [bool(n) for n in after.values()]
     same_most = most == max(FLOATS, key=lambda dtype: before[dtype])
-    is_same = same_types and same_most and not is_decoded
+    is_same = same_types and same_most and not is_decoded and not rewrite.states_dtype
     return None if is_same or not after[most] else most
 
 

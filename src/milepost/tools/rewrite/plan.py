@@ -69,6 +69,9 @@ def check_groups(rewrite: Rewrite) -> None:
         if spec.name in seen:
             rewrite.problems.refuse(f"{spec.name}: two tensors of the output have this name")
         seen.add(spec.name)
+    for alias, name in rewrite.ties.items():
+        if alias in seen:
+            rewrite.problems.refuse(f"{alias}: is to be {name} by its tie, and a tensor as well")
     main = rewrite.sources[0]
     read = {t.name for group in rewrite.groups for t in group.sources if t.source is main}
     lost = [name for name in main.tensors if name not in read and name not in rewrite.dropped]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from milepost.errors import CheckpointError, InvalidInputError
@@ -56,6 +58,13 @@ class Problems:
         if len(self.found) == 1:
             raise self.found[0]
         raise SeveralProblems(self.messages)
+
+
+def refuse_parent(output: Path, problems: Problems) -> None:
+    """Refuse an output below something that is no directory."""
+    above = next(parent for parent in output.absolute().parents if os.path.lexists(parent))
+    if not above.is_dir():
+        problems.refuse(f"{output}: {above} is no directory; choose a place in one")
 
 
 class SeveralProblems(InvalidInputError):

@@ -41,6 +41,9 @@ class Rewrite:
     or stand in `dropped`, with the reason. `groups` are written in their order. `problems` is what
     the verb found wrong; the frame adds its own and raises them together.
 
+    With `states_dtype`, config.json states the float type of most weights even where no type has
+    changed: it may have said another one.
+
     Files of `Parts.SPLIT` are called as `naming` says; those of experts by rank have one for each.
     `stem` is theirs, by default that of the first source where loaders know it, else `model`.
     `arguments`, plain JSON values, stand in the provenance of the output. `counts` are told in the
@@ -56,6 +59,7 @@ class Rewrite:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     aux: Carried | None = None
     edit_config: EditConfig | None = None
+    states_dtype: bool = False
     relation: Relation | None = None
     dropped: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] | None = None

@@ -27,6 +27,7 @@ from milepost.tools.rewrite.check import check_output
 from milepost.tools.rewrite.execute import execute
 from milepost.tools.rewrite.options import Check, Mode, RewriteOptions, Untouched
 from milepost.tools.rewrite.plan import OutputPlan, plan_output, untouched_parts
+from milepost.tools.rewrite.problems import refuse_parent
 from milepost.tools.rewrite.publish import OutputDirectory
 from milepost.tools.rewrite.report import CheckReport, RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
@@ -119,6 +120,8 @@ class _Run:
                     path=self.output,
                 )
             )
+
+        refuse_parent(self.output, problems)
 
     def _check_room(self, plan: OutputPlan, beside: list[PlannedFile]) -> None:
         needed = plan.nbytes + sum(file.nbytes for file in beside)

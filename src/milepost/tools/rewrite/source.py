@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from milepost.format.digests import Extent
 
 
+_PIECE_NBYTES = 2**20
+
+
 class EpSlices(Enum):
     """What to do with a save whose experts lie one slice for each rank."""
 
@@ -272,6 +275,21 @@ class Source:
         first = bisect_right(extents, start, key=lambda extent: extent.end)
         last = bisect_left(extents, end, lo=first, key=lambda extent: extent.start)
         return extents[first:last]
+
+
+def same_bytes(first: SourceTensor, second: SourceTensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bytes; read piece by piece."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    pieces = memoryview(bytearray(_PIECE_NBYTES)), memoryview(bytearray(_PIECE_NBYTES))
+    streams = first.stream(), second.stream()
+    for start in range(0, first.nbytes, _PIECE_NBYTES):
+        ours, theirs = (piece[: first.nbytes - start] for piece in pieces)
+        streams[0].read_into(ours)
+        streams[1].read_into(theirs)
+        if ours != theirs:
+            return False
+    return True
 
 
 def open_source(path: PathLike, *, slices: EpSlices = EpSlices.REFUSE) -> Source:
