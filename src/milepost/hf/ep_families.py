@@ -1,12 +1,15 @@
 """Families whose experts can be saved one slice for each rank: data, by `model_type`.
 
-Only for these is it known how slices are put together again. A family that is exported in a
-namespace of its own, which no slice can have, is listed as such.
+They are the families whose experts have known names (`hf/expert_layouts.py`): only for these is it
+known how slices are put together again. A family that is exported in a namespace of its own, which
+no slice can have, is listed as such.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+
+from milepost.hf.expert_layouts import EXPERT_NAMES, NO_EXPERT_NAMES, OTHER_BANKS
 
 
 class EpSave(Enum):
@@ -17,25 +20,19 @@ class EpSave(Enum):
     """Its checkpoints have names that only whole tensors can have."""
 
 
-_SLICES = (
-    "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "cohere2_moe", "cohere2_vision",
-    "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite",
-    "glm5_next", "glm5_next_text", "gpt_oss", "inkling_mm_model", "inkling_text", "laguna",
-    "lfm2_moe", "lfm2_vl", "mistral3", "mistral4", "mixtral", "qwen2_moe", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "zaya",
-)  # fmt: skip
+_OWN_NAMESPACE = frozenset({"step3p5", "step3p7"})
 EP_FAMILIES: dict[str, EpSave] = {
-    **dict.fromkeys(_SLICES, EpSave.SLICES),
-    "step3p5": EpSave.HUB_NAMESPACE_ONLY,
-    "step3p7": EpSave.HUB_NAMESPACE_ONLY,
+    kind: EpSave.HUB_NAMESPACE_ONLY if kind in _OWN_NAMESPACE else EpSave.SLICES
+    for kind in sorted(EXPERT_NAMES.keys() | NO_EXPERT_NAMES.keys())
+    if kind not in OTHER_BANKS
 }
 
 FUSED_ON_HUB = frozenset(
     {
-        "cohere2_moe", "cohere2_vision", "deepseek_v4", "gemma4", "gemma4_text", "glm5_next",
-        "glm5_next_text", "gpt_oss", "inkling_mm_model", "inkling_text", "mistral3", "mistral4",
-        "qwen3_5_moe", "qwen3_5_moe_text", "zaya",
+        "cohere2_moe", "cohere2_vision", "deepseek_v4", "glm5_next", "glm5_next_text",
+        "qwen3_5_moe", "qwen3_5_moe_text",
     }
+    | {kind for kind in NO_EXPERT_NAMES if EP_FAMILIES.get(kind) is EpSave.SLICES}
 )  # fmt: skip
 """Families whose merged experts are banks; those of all others are single tensors."""
 

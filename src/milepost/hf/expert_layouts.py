@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 Rename = tuple[str, str]
 
@@ -22,18 +23,40 @@ class ExpertNames:
     `gate` is None for experts without a gate, whose banks are `experts.up_proj` [E, I, H] and
     `experts.down_proj`. `renames` lead from the names that modules of transformers have to those of
     the hub, for the tensors of a layer whose banks have module names: (text in the name, its
-    replacement).
+    replacement). `everywhere` does so in all layers and outside of them: (regular expression, its
+    replacement). `parts` are ends of module names whose tensor the hub has in equal parts along
+    dim 0, and the ends of those.
     """
 
     gate: str | None
     up: str
     down: str
     renames: tuple[Rename, ...] = ()
+    everywhere: tuple[Rename, ...] = ()
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """The projections in the order gate, up, down."""
         return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+    def on_hub(self, name: str, *, has_experts: bool) -> tuple[str, ...]:
+        """What the hub calls a tensor of a module: its parts, where it is in parts there.
+
+        Names of the hub stay. `has_experts` says whether its layer has banks.
+
+        >>> EXPERT_NAMES["mixtral"].on_hub("model.layers.0.mlp.gate.weight", has_experts=True)
+        ('model.layers.0.block_sparse_moe.gate.weight',)
+        """
+        if has_experts:
+            for old, new in self.renames:
+                name = name.replace(old, new)
+        for pattern, new in self.everywhere:
+            name = re.sub(pattern, new, name)
+        for end, ends in self.parts:
+            if name.endswith(end):
+                return tuple(name.removesuffix(end) + part for part in ends)
+        return (name,)
 
 
 _PROJ = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
@@ -41,24 +64,72 @@ _W = ExpertNames(gate="w1", up="w3", down="w2")
 _SPARSE = ExpertNames(gate="w1", up="w3", down="w2", renames=((".mlp.", ".block_sparse_moe."),))
 
 
-def _proj(*renames: Rename) -> ExpertNames:
-    return ExpertNames(gate="gate_proj", up="up_proj", down="down_proj", renames=renames)
+def _proj(*renames: Rename, **more: Any) -> ExpertNames:
+    return ExpertNames(gate="gate_proj", up="up_proj", down="down_proj", renames=renames, **more)
+
+
+_CONVOLUTIONS = ((".conv1d.weight", tuple(f".{part}_conv1d.weight" for part in "qkv")),)
+_DEEPSEEK_V4: tuple[Rename, ...] = (
+    (r"^lm_head\.", "head."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
+    (r"\.self_attn\.compressor\.indexer\.scorer\.", ".attn.indexer."),
+    (r"\.self_attn\.compressor\.indexer\.q_b_proj\.", ".attn.indexer.wq_b."),
+    (r"\.self_attn\.compressor\.indexer\.", ".attn.indexer.compressor."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"\.attn\.sinks$", ".attn.attn_sink"),
+    (r"\.position_bias$", ".ape"),
+    (r"\.kv_norm\.", ".norm."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.kv_proj\.", ".wkv."),
+    (r"\.compressor\.gate_proj\.", ".compressor.wgate."),
+    (r"\.attn\.([qo])_([ab])_proj\.", r".attn.w\1_\2."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"\.shared_experts\.gate_proj\.", ".shared_experts.w1."),
+    (r"\.shared_experts\.down_proj\.", ".shared_experts.w2."),
+    (r"\.shared_experts\.up_proj\.", ".shared_experts.w3."),
+)
 
 
 EXPERT_NAMES: dict[str, ExpertNames] = {
     **dict.fromkeys(
         (
-            "afmoe", "axk1", "bailing_hybrid", "bailing_moe", "bailing_moe_linear", "cohere2_moe",
+            "afmoe", "bailing_moe", "bailing_moe_linear", "cohere2_moe",
             "cohere2_vision", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "flex_olmo",
             "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm5_next",
             "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "jamba", "longcat_flash",
-            "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
+            "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
             "qwen3_next", "qwen3_omni_moe", "solar_open",
         ),
         _PROJ,
     ),
-    **dict.fromkeys(("deepseek_v4", "lfm2_moe", "lfm2_vl"), _W),
-    **dict.fromkeys(("kimi_linear", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral"), _SPARSE),
+    **dict.fromkeys(("lfm2_moe", "lfm2_vl"), _W),
+    **dict.fromkeys(("minimax", "minimax_m2", "minimax_m3_vl", "mixtral"), _SPARSE),
+    "axk1": _proj(everywhere=((r"\.mlp\.post_mlp_layernorm\.", ".post_mlp_layernorm."),)),
+    "bailing_hybrid": _proj(
+        everywhere=(
+            (r"^model\.embed_tokens\.", "model.word_embeddings."),
+            (r"\.self_attn\.forget_gate\.", ".attention."),
+            (r"\.self_attn\.o_proj\.", ".attention.dense."),
+            (r"\.self_attn\.", ".attention."),
+            (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.gate.expert_bias"),
+        ),
+        parts=_CONVOLUTIONS,
+    ),
+    "deepseek_v4": ExpertNames(gate="w1", up="w3", down="w2", everywhere=_DEEPSEEK_V4),
+    "kimi_linear": ExpertNames(
+        gate="w1",
+        up="w3",
+        down="w2",
+        renames=((".mlp.", ".block_sparse_moe."),),
+        everywhere=((r"\.self_attn\.forget_gate\.", ".self_attn."),),
+        parts=_CONVOLUTIONS,
+    ),
+    "mimo_v2_flash": _proj(
+        everywhere=((r"\.self_attn\.sinks$", ".self_attn.attention_sink_bias"),)
+    ),
     "phimoe": ExpertNames(
         gate="w1",
         up="w3",
@@ -76,7 +147,9 @@ EXPERT_NAMES: dict[str, ExpertNames] = {
         (".mlp.gate.e_score_correction_bias", ".mlp.experts.e_score_correction_bias"),
         (".mlp.shared_experts.", ".mlp.shared_expert."),
     ),
-    "nemotron_h": ExpertNames(gate=None, up="up_proj", down="down_proj"),
+    "nemotron_h": ExpertNames(
+        gate=None, up="up_proj", down="down_proj", everywhere=((r"^model\.", "backbone."),)
+    ),
 }  # fmt: skip
 
 _TRANSPOSED = "its banks are fused on the hub, and transposed"
@@ -100,6 +173,16 @@ NO_EXPERT_NAMES: dict[str, str] = {
     ),
 }  # fmt: skip
 """Families whose experts have no names of their own on the hub, and what they have."""
+
+INPUT_FIRST_BANKS = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text"})
+"""Families whose modules hold banks as a matrix product wants them: [E, H, 2I] and [E, I, H]."""
+
+OTHER_BANKS = frozenset(
+    {
+        "aria", "aria_text", "dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "jetmoe",
+    }
+)  # fmt: skip
+"""Families whose hub checkpoints call banks otherwise than `experts.gate_up_proj`."""
 
 BANK = re.compile(
     r"(?P<prefix>(?:.*\.)?(?:experts|routed_experts))\.(?P<leaf>[a-z_0-9]+?)"

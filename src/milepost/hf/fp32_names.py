@@ -7,14 +7,38 @@ from collections.abc import Iterable
 
 _ROUTER_FAMILIES = frozenset(
     {
-        "axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe",
-        "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear",
-        "mimo_v2_flash", "nemotron_h", "solar_open",
+        "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+        "dots1", "dots3_note", "dots3_note_text", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe",
+        "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm5_next", "glm5_next_text",
+        "glm_moe_dsa", "hy_v3", "kimi_linear", "mimo_v2_flash", "nemotron_h", "sarvam_mla",
+        "sarvam_moe", "solar_open",
     }
 )  # fmt: skip
 _ROUTER = re.compile(r"(?:.*\.)?(?:gate|router|router\.gate)\.weight")
 _ALWAYS = re.compile(r"(?:.*\.)?(?:e_score_correction_bias|expert_bias|balancing_biases)")
-_OF_FAMILY = {"kimi_linear": re.compile(r"(?:.*\.)?(?:dt_bias|A_log)")}
+_INDEXER = r"indexer\.weights_proj\.weight"
+_STATE = r"dt_bias|A_log|(?:[qkv]_)?conv1d\.weight"
+_CONVOLUTIONS = r"(?:attn|mlp|k|v)_sconv\.(?:conv1d\.)?weight|gate\.(?:global_scale|bias)"
+_OF_FAMILY = {
+    kind: re.compile(rf"(?:.*\.)?(?:{names})")
+    for kind, names in {
+        "axk2": _INDEXER,
+        "bailing_hybrid": _STATE,
+        "deepseek_v32": _INDEXER,
+        "deepseek_v4": (
+            r"sinks|attn_sink|position_bias|ape|(?:attn_hc|ffn_hc|hc_head)\.\w+"
+            r"|hc_(?:attn|ffn|head)_(?:fn|base|scale)|gate\.bias"
+        ),
+        "glm5_next": rf"{_STATE}|(?:attn|ffn)_hc\.(?:base|scale)|hc_(?:attn|ffn)_(?:base|scale)",
+        "glm_moe_dsa": _INDEXER,
+        "inkling_mm_model": _CONVOLUTIONS,
+        "inkling_text": _CONVOLUTIONS,
+        "kimi_linear": r"dt_bias|A_log",
+        "longcat_flash": r"router\.classifier\.weight",
+    }.items()
+}
+"""What else a family keeps, under the names of modules and of the hub."""
+_OF_FAMILY["glm5_next_text"] = _OF_FAMILY["glm5_next"]
 _NORM = re.compile(r"(?:.*\.)?(?:\w*norm\w*|ln_\w+)\.(?:weight|bias)", re.IGNORECASE)
 
 
@@ -30,7 +54,8 @@ def is_norm(name: str) -> bool:
 def stays_fp32(name: str, model_types: Iterable[str]) -> bool:
     """Whether models of these types route or normalise otherwise when the tensor is narrowed.
 
-    Norms and balancing biases in every family; weights of routers where transformers keeps them.
+    Norms and balancing biases in every family; else what transformers keeps in fp32: weights of
+    routers, states and convolutions of linear attention, sinks and hyper-connections.
     """
     if is_norm(name) or _ALWAYS.fullmatch(name):
         return True

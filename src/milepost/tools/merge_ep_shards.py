@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from milepost.hf.ep_families import FUSED_ON_HUB, supported_ep_merge_model_types
-from milepost.hf.expert_layouts import DOWN, EXPERT_NAMES, GATE_UP, UP, ExpertNames
+from milepost.hf.expert_layouts import (
+    DOWN,
+    EXPERT_NAMES,
+    GATE_UP,
+    INPUT_FIRST_BANKS,
+    UP,
+    ExpertNames,
+)
 from milepost.storage import fileops
 from milepost.storage.fileops import PathLike
 from milepost.tools.rewrite.ep_slices import (
@@ -27,7 +34,15 @@ from milepost.tools.rewrite.ep_slices import (
     sliced_model_type,
     slices_of,
 )
-from milepost.tools.rewrite.groups import Computed, Group, TensorSpec, block_of, joined, passed
+from milepost.tools.rewrite.groups import (
+    Computed,
+    Group,
+    TensorSpec,
+    block_of,
+    joined,
+    passed,
+    rows_of,
+)
 from milepost.tools.rewrite.options import Mode, RewriteOptions
 from milepost.tools.rewrite.report import RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
@@ -65,7 +80,11 @@ def merge_ep_shards(
     slices = slices_of(opened, size, rewrite.problems)
     merge = _Merge(kind, slices, opened, rewrite)
     rewrite.groups = list(merge.groups())
-    rewrite.tied = {merge.name_of(a): merge.name_of(kept) for a, kept in opened.tied.items()}
+    rewrite.tied = {
+        alias: name
+        for pair in opened.tied.items()
+        for alias, name in zip(*map(merge.names_of, pair), strict=True)
+    }
     rewrite.counts = {"ranks": size, "sliced tensors": len(slices)}
     report = run_rewrite(rewrite, output, options)
     if input_shards is InputShards.DELETE and report.mode is Mode.WRITE:
@@ -85,18 +104,16 @@ class _Merge:
         self._slices, self._source, self._problems = slices, source, rewrite.problems
         self._kind = kind
         self._names: ExpertNames | None = None if kind in FUSED_ON_HUB else EXPERT_NAMES.get(kind)
-        # Turned: the input dim comes first, as in `x @ w`.
-        self._is_turned = kind != "gpt_oss" and is_input_first(source)
+        # Turned: the input dim comes first, as in `x @ w`, and not in the modules of the family.
+        self._is_turned = kind not in INPUT_FIRST_BANKS and is_input_first(source)
         self._layers = {name.rpartition(".experts")[0] for name in slices}
 
-    def name_of(self, name: str) -> str:
-        """A name of a module as that of the hub, in layers that have slices."""
-        layer = next((layer for layer in self._layers if name.startswith(f"{layer}.")), None)
-        if layer is None or self._names is None:
-            return name
-        for old, new in self._names.renames:
-            name = name.replace(old, new)
-        return name
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """A name of a module as that of the hub, several where the hub has it in parts."""
+        if self._names is None:
+            return (name,)
+        has_experts = any(name.startswith(f"{layer}.") for layer in self._layers)
+        return self._names.on_hub(name, has_experts=has_experts)
 
     def groups(self) -> Iterator[Group]:
         """Groups in the order in which their first tensor lies in the input."""
@@ -104,7 +121,7 @@ class _Merge:
         for tensor in self._source.tensors.values():
             found = SLICE.fullmatch(tensor.name)
             if found is None:
-                yield passed(tensor, name=self.name_of(tensor.name))
+                yield from self._renamed(tensor)
                 continue
             expert = EXPERTS.fullmatch(found["base"])
             if expert is None or expert["prefix"] in done or found["base"] not in self._slices:
@@ -118,12 +135,29 @@ class _Merge:
             make = self._banks if self._names is None else self._singles
             yield from make(expert["prefix"], banks)
 
+    def _renamed(self, tensor: SourceTensor) -> Iterator[Group]:
+        """A tensor that is no slice, as one or in its parts."""
+        names = self.names_of(tensor.name)
+        if len(names) == 1:
+            yield passed(tensor, name=names[0])
+        elif not tensor.shape or tensor.shape[0] % len(names):
+            self._problems.refuse(
+                f"{tensor.name}: shape {tensor.shape}, expected {len(names)} equal parts on dim 0"
+            )
+        else:
+            rows = tensor.shape[0] // len(names)
+            for number, name in enumerate(names):
+                yield rows_of(passed(tensor), name, (number * rows, (number + 1) * rows))
+
     def _singles(self, prefix: str, banks: Mapping[str, list[SourceTensor]]) -> Iterator[Group]:
         """One tensor for each expert and projection, slice by slice."""
         assert self._names is not None
-        place = self.name_of(prefix)
+        (place,) = self.names_of(prefix)
         for leaf, parts in banks.items():
             kind = "bias" if leaf.endswith("_bias") else "weight"
+            if self._names.gate is None and leaf.startswith("gate_"):
+                self._problems.refuse(f"{prefix}.{leaf}: experts of {self._kind} have no gate")
+                continue
             first = 0
             for part in parts:
                 cuts = self._cuts(leaf.removesuffix("_bias"), part, kind)

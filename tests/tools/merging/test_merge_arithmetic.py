@@ -280,6 +280,22 @@ def test_nuslerp_is_that_of_mergekit(rows: bool) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.case("V60")
+@pytest.mark.parametrize("t", [0.0, 0.25, 1.0])
+def test_the_way_from_and_to_zero_is_a_straight_line(t: float) -> None:
+    some, none = torch.randn(3, 40), torch.zeros(3, 40)
+    half = torch.cat([some[:1], none[1:]])
+    for one, two in ((none, some), (some, none), (some, half), (none, none)):
+        line = (1 - t) * one + t * two
+        for colinear in (0.9995, 1 - 1e-12):
+            inputs = of([one, two])
+            if two is not half:
+                out = by_angles(inputs, lambda p, c=colinear: slerp_weights(p, t, c))
+                torch.testing.assert_close(joined(out, one), line)
+            rows = by_angles_of_rows(inputs, lambda p, c=colinear: slerp_weights(p, t, c))
+            torch.testing.assert_close(joined(rows, one), line)
+
+
 def test_the_karcher_mean_is_that_of_mergekit() -> None:
     from mergekit.merge_methods.karcher import karcher_merge_tensors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,26 @@ import torch
 
 from milepost.errors import InvalidInputError
 from milepost.hf.training_sidecars import NEUTRAL_SINK
+from milepost.tools.cast import cast
 from milepost.tools.convert_to_bf16 import convert_to_bf16
 from milepost.tools.rewrite.options import Check, RewriteOptions
 from tests.hf.conftest import make_model
 from tests.tools.rewrite.hub import QUICK, read_hub, same_bits, write_hub
+
+
+@pytest.mark.case("V08")
+@pytest.mark.parametrize("verb", [cast, convert_to_bf16])
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+def test_a_type_that_stays_is_stated_over_a_wrong_one(
+    tmp_path: Path, verb: Callable[..., object], spelling: str
+) -> None:
+    tensors = {"model.layers.0.mlp.up_proj.weight": torch.randn(4, 3).bfloat16()}
+    config = {"model_type": "llama", spelling: "float32"}
+    source = write_hub(tmp_path / "in", tensors, config=config)
+    verb(source, tmp_path / "out", dtype="bfloat16", options=QUICK)
+    assert same_bits(read_hub(tmp_path / "out"), tensors)
+    made = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert made == {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "bfloat16"}
 
 
 @pytest.mark.case("V08")

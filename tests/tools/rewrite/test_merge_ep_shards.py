@@ -10,7 +10,7 @@ import torch
 
 from milepost.errors import InvalidInputError
 from milepost.hf.ep_families import EP_FAMILIES, FUSED_ON_HUB, EpSave
-from milepost.hf.expert_layouts import EXPERT_NAMES
+from milepost.hf.expert_layouts import EXPERT_NAMES, INPUT_FIRST_BANKS
 from milepost.tools.merge_ep_shards import (
     InputShards,
     merge_ep_shards,
@@ -30,6 +30,9 @@ from tests.tools.rewrite.experts import (
 from tests.tools.rewrite.hub import QUICK, read_hub, same_bits
 from tests.worlds import run_world
 
+# What hub checkpoints call the MLP with experts, and the part that all tokens take.
+SPARSE = {"kimi_linear", "minimax", "minimax_m2", "minimax_m3_vl", "mixtral", "phimoe"}
+SHARED = {"hy_v3": "shared_mlp", "laguna": "shared_expert"}
 CHECKED = RewriteOptions(check=Check.LOAD, is_durable=False, threads=2)
 
 
@@ -48,7 +51,10 @@ def test_slices_with_the_input_dim_first_become_the_form_of_the_family(
     gate, up = torch.randn(E, HIDDEN, INNER), torch.randn(E, HIDDEN, INNER)
     down = torch.randn(E, INNER, HIDDEN)
     is_gpt_oss = kind == "gpt_oss"
-    if form == "apart":
+    names = None if kind in FUSED_ON_HUB else EXPERT_NAMES[kind]
+    if names is not None and names.gate is None:
+        slices = {f"{BASE}.up_proj": up}
+    elif form == "apart":
         ending = "_gmm" if is_gpt_oss else ""
         slices = {f"{BASE}.gate_proj{ending}": gate, f"{BASE}.up_proj{ending}": up}
     elif is_gpt_oss:
@@ -65,22 +71,28 @@ def test_slices_with_the_input_dim_first_become_the_form_of_the_family(
         assert torch.equal(made[f"{BASE}.gate_up_proj"][:, :, ::2], gate)
         assert torch.equal(made[f"{BASE}.gate_up_proj"][:, :, 1::2], up)
         assert torch.equal(made[f"{BASE}.down_proj"], down)
-    elif kind in FUSED_ON_HUB:
-        banks = torch.cat([gate, up], -1).transpose(1, 2)
-        assert torch.equal(made[f"{BASE}.gate_up_proj"], banks)
-        assert torch.equal(made[f"{BASE}.down_proj"], down.transpose(1, 2))
+    elif names is None:
+        banks = torch.cat([gate, up], -1)
+        is_turned = kind not in INPUT_FIRST_BANKS
+        assert torch.equal(
+            made[f"{BASE}.gate_up_proj"], banks.transpose(1, 2) if is_turned else banks
+        )
+        assert torch.equal(made[f"{BASE}.down_proj"], down.transpose(1, 2) if is_turned else down)
     else:
-        names = EXPERT_NAMES[kind]
-        place = BASE.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else BASE
+        mlp = BASE.removesuffix("experts")
+        if kind == "nemotron_h":
+            mlp = mlp.replace("model.", "backbone.")
+        if kind in SPARSE:
+            mlp = mlp.replace(".mlp.", ".block_sparse_moe.")
         for expert in range(E):
-            at = f"{place}.{expert}"
-            assert torch.equal(made[f"{at}.{names.gate}.weight"], gate[expert].t())
+            at = f"{mlp}experts.{expert}"
+            if names.gate is not None:
+                assert torch.equal(made[f"{at}.{names.gate}.weight"], gate[expert].t())
             assert torch.equal(made[f"{at}.{names.up}.weight"], up[expert].t())
             assert torch.equal(made[f"{at}.{names.down}.weight"], down[expert].t())
-        shared = "shared_expert" if kind == "laguna" else "shared_experts"
-        mlp = place.removesuffix(".experts")
+        shared = SHARED.get(kind, "shared_experts")
         assert torch.equal(
-            made[f"{mlp}.{shared}.up_proj.weight"],
+            made[f"{mlp}{shared}.up_proj.weight"],
             REST["model.layers.1.mlp.shared_experts.up_proj.weight"],
         )
     assert torch.equal(made["mtp.0.w"], REST["mtp.0.w"])
@@ -119,6 +131,12 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(tmp_path: P
     (source / "model.safetensors.index.json").unlink()
     with pytest.raises(InvalidInputError, match="without their index"):
         merge_ep_shards(source, tmp_path / "out")
+    gated = {f"{BASE}.gate_up_proj": torch.randn(E, HIDDEN, 2 * INNER)}
+    with pytest.raises(InvalidInputError, match="nemotron_h have no gate"):
+        merge_ep_shards(
+            write_slices(tmp_path / "gated", gated, REST, model_type="nemotron_h"),
+            tmp_path / "out",
+        )
     strange = {**bank, "model.layers.1.self_attn.q_proj": torch.randn(E, 2)}
     with pytest.raises(InvalidInputError, match="no known tensor of experts"):
         merge_ep_shards(

@@ -36,8 +36,10 @@ INDEX = "model.safetensors.index.json"
 def foreign(place: Path, kind: str, **config: Any) -> Path:
     """Slices of 2 ranks as another trainer writes them."""
     torch.manual_seed(0)
+    up = "up_proj" if kind == "nemotron_h" else "gate_up_proj"
+    width = INNER if kind == "nemotron_h" else 2 * INNER
     slices = {
-        f"{BASE}.gate_up_proj": torch.randn(E, HIDDEN, 2 * INNER),
+        f"{BASE}.{up}": torch.randn(E, HIDDEN, width),
         f"{BASE}.down_proj": torch.randn(E, INNER, HIDDEN),
     }
     return write_slices(place, slices, REST, model_type=kind, **config)
@@ -148,7 +150,7 @@ def test_what_no_ranks_can_divide_is_refused_before_anything_is_written(tmp_path
     dense = write_hub(tmp_path / "dense", {"w": torch.ones(2)}, config={"model_type": "qwen3_moe"})
     with pytest.raises(InvalidInputError, match="there are no experts"):
         reshard(dense, out, ep_size=2, options=QUICK)
-    other = write_hub(tmp_path / "other", {"w": torch.ones(2)}, config={"model_type": "olmoe"})
+    other = write_hub(tmp_path / "other", {"w": torch.ones(2)}, config={"model_type": "step3p7"})
     with pytest.raises(InvalidInputError, match="none of those whose slices"):
         reshard(other, out, ep_size=2, options=QUICK)
     merge_ep_shards(foreign(tmp_path / "fused", "cohere2_moe"), tmp_path / "hub", options=QUICK)

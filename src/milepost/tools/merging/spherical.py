@@ -55,10 +55,12 @@ def by_angles_of_rows(inputs: Inputs, weights: Weights) -> Iterator[Tensor]:
 def slerp_weights(products: np.ndarray, t: float, colinear: float = COLINEAR_SLERP) -> np.ndarray:
     """Weights of two inputs at `t` of the arc between their directions.
 
-    Shoemake's slerp, on the inputs as they are; a straight line where |cos| > `colinear`.
+    Shoemake's slerp, on the inputs as they are; a straight line where |cos| > `colinear`, and where
+    an input is zero, which has no direction. (mergekit takes the angle to zero for a right one, so
+    that its result is longer than the line: sin(t pi/2) of the other input instead of t.)
     """
     cosine = _cosines(products)[0, 1]
-    if abs(cosine) > colinear:
+    if abs(cosine) > colinear or not np.diag(products).all():
         return np.array([1 - t, t])
     angle = math.acos(cosine)
     return np.array([math.sin((1 - t) * angle), math.sin(t * angle)]) / math.sin(angle)
