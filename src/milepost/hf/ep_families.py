@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from milepost.hf.expert_layouts import EXPERT_NAMES, NO_EXPERT_NAMES, OTHER_BANKS
+from milepost.hf.expert_layouts import EXPERT_NAMES, NO_EXPERT_NAMES
 
 
 class EpSave(Enum):
@@ -24,7 +24,6 @@ _OWN_NAMESPACE = frozenset({"step3p5", "step3p7"})
 EP_FAMILIES: dict[str, EpSave] = {
     kind: EpSave.HUB_NAMESPACE_ONLY if kind in _OWN_NAMESPACE else EpSave.SLICES
     for kind in sorted(EXPERT_NAMES.keys() | NO_EXPERT_NAMES.keys())
-    if kind not in OTHER_BANKS
 }
 
 FUSED_ON_HUB = frozenset(

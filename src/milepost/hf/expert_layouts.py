@@ -177,12 +177,34 @@ NO_EXPERT_NAMES: dict[str, str] = {
 INPUT_FIRST_BANKS = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama4_text"})
 """Families whose modules hold banks as a matrix product wants them: [E, H, 2I] and [E, I, H]."""
 
-OTHER_BANKS = frozenset(
-    {
-        "aria", "aria_text", "dbrx", "granitemoe", "granitemoehybrid", "granitemoeshared", "jetmoe",
-    }
-)  # fmt: skip
-"""Families whose hub checkpoints call banks otherwise than `experts.gate_up_proj`."""
+_GRANITE = ".block_sparse_moe."
+BANK_RENAMES: dict[str, tuple[Rename, ...]] = {
+    **dict.fromkeys(
+        ("aria", "aria_text"),
+        (
+            (".mlp.experts.gate_up_proj", ".mlp.experts.fc1.weight"),
+            (".mlp.experts.down_proj", ".mlp.experts.fc2.weight"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        (
+            (f"{_GRANITE}experts.gate_up_proj", f"{_GRANITE}input_linear.weight"),
+            (f"{_GRANITE}experts.down_proj", f"{_GRANITE}output_linear.weight"),
+            (f"{_GRANITE}router.weight", f"{_GRANITE}router.layer.weight"),
+        ),
+    ),
+}
+"""Names of modules, and those that hub checkpoints with banks have for them."""
+
+EXPERT_STACKS = {
+    "dbrx": re.compile(r".+\.ffn\.experts\.mlp\.(?:w1|v1|w2)"),
+    "jetmoe": re.compile(r".+\.(?:mlp|self_attention\.experts)\.(?:input|output)_linear\.weight"),
+}
+"""Names of tensors with all experts on dim 0 that are no banks; modules and the hub agree on them.
+
+Those of DBRX have as many rows for each expert as it has inner features.
+"""
 
 BANK = re.compile(
     r"(?P<prefix>(?:.*\.)?(?:experts|routed_experts))\.(?P<leaf>[a-z_0-9]+?)"

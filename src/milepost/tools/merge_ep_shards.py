@@ -16,6 +16,7 @@ from torch import Tensor
 
 from milepost.hf.ep_families import FUSED_ON_HUB, supported_ep_merge_model_types
 from milepost.hf.expert_layouts import (
+    BANK_RENAMES,
     DOWN,
     EXPERT_NAMES,
     GATE_UP,
@@ -29,6 +30,7 @@ from milepost.tools.rewrite.ep_slices import (
     EXPERTS,
     SLICE,
     is_input_first,
+    is_stack,
     plain_leaf,
     require_slices,
     sliced_model_type,
@@ -39,9 +41,8 @@ from milepost.tools.rewrite.groups import (
     Group,
     TensorSpec,
     block_of,
+    in_parts,
     joined,
-    passed,
-    rows_of,
 )
 from milepost.tools.rewrite.options import Mode, RewriteOptions
 from milepost.tools.rewrite.report import RewriteReport
@@ -111,6 +112,8 @@ class _Merge:
     def names_of(self, name: str) -> tuple[str, ...]:
         """A name of a module as that of the hub, several where the hub has it in parts."""
         if self._names is None:
+            for old, new in BANK_RENAMES.get(self._kind, ()):
+                name = name.replace(old, new)
             return (name,)
         has_experts = any(name.startswith(f"{layer}.") for layer in self._layers)
         return self._names.on_hub(name, has_experts=has_experts)
@@ -121,7 +124,10 @@ class _Merge:
         for tensor in self._source.tensors.values():
             found = SLICE.fullmatch(tensor.name)
             if found is None:
-                yield from self._renamed(tensor)
+                yield from in_parts(tensor, self.names_of(tensor.name), self._problems)
+                continue
+            if is_stack(self._kind, found["base"]):
+                yield from self._stack(found["base"], done)
                 continue
             expert = EXPERTS.fullmatch(found["base"])
             if expert is None or expert["prefix"] in done or found["base"] not in self._slices:
@@ -135,19 +141,13 @@ class _Merge:
             make = self._banks if self._names is None else self._singles
             yield from make(expert["prefix"], banks)
 
-    def _renamed(self, tensor: SourceTensor) -> Iterator[Group]:
-        """A tensor that is no slice, as one or in its parts."""
-        names = self.names_of(tensor.name)
-        if len(names) == 1:
-            yield passed(tensor, name=names[0])
-        elif not tensor.shape or tensor.shape[0] % len(names):
-            self._problems.refuse(
-                f"{tensor.name}: shape {tensor.shape}, expected {len(names)} equal parts on dim 0"
-            )
-        else:
-            rows = tensor.shape[0] // len(names)
-            for number, name in enumerate(names):
-                yield rows_of(passed(tensor), name, (number * rows, (number + 1) * rows))
+    def _stack(self, name: str, done: set[str]) -> Iterator[Group]:
+        """The slices of a tensor that is no bank, one after the other."""
+        if name in self._slices and name not in done:
+            done.add(name)
+            parts = self._slices[name]
+            rows = sum(part.shape[0] for part in parts)
+            yield joined(name, (rows, *parts[0].shape[1:]), parts)
 
     def _singles(self, prefix: str, banks: Mapping[str, list[SourceTensor]]) -> Iterator[Group]:
         """One tensor for each expert and projection, slice by slice."""
@@ -215,11 +215,12 @@ class _Merge:
         for leaf, parts in banks.items():
             if leaf in apart:
                 continue
+            (name,) = self.names_of(f"{prefix}.{leaf}")
             experts = sum(part.shape[0] for part in parts)
             if len(parts[0].shape) == 3 and self._is_turned:
-                yield self._turned_bank(f"{prefix}.{leaf}", experts, parts)
+                yield self._turned_bank(name, experts, parts)
             else:
-                yield joined(f"{prefix}.{leaf}", (experts, *parts[0].shape[1:]), parts)
+                yield joined(name, (experts, *parts[0].shape[1:]), parts)
 
     def _turned_bank(self, name: str, experts: int, parts: list[SourceTensor]) -> Computed:
         _, rows, columns = parts[0].shape
@@ -237,7 +238,7 @@ class _Merge:
         """Gate and up that lie apart, as one bank: halves, or interleaved for GPT-OSS."""
         experts = sum(part.shape[0] for part in gates)
         inner = gates[0].shape[-1]
-        name = f"{prefix}.{GATE_UP}{suffix}"
+        (name,) = self.names_of(f"{prefix}.{GATE_UP}{suffix}")
         interleaves = self._kind == "gpt_oss"
         turns = self._is_turned and not suffix
         middle = gates[0].shape[1:-1]

@@ -21,7 +21,7 @@ from milepost.tools.carried import Carried, carried_files
 from milepost.tools.cast import refuse_quantised
 from milepost.tools.merge_peft_source import open_with_adapter
 from milepost.tools.merging.chunks import CHUNK_NUMEL, Flat, Inputs, flat, rounded
-from milepost.tools.merging.layers import Planner, Wanted
+from milepost.tools.merging.layers import Planner, Wanted, set_layers
 from milepost.tools.merging.methods import Method
 from milepost.tools.merging.parameters import resolve
 from milepost.tools.merging.recipe import Recipe
@@ -117,6 +117,7 @@ class _Merge:
             groups=groups,
             arguments=self._arguments(),
             aux=self._aux(),
+            states_dtype=True,
             edit_config=lambda config: self._edit_config(config, planner, names),
             relation=Relation(
                 kind=RelationKind.MERGE,
@@ -342,8 +343,8 @@ class _Merge:
             notes.append(f"vocab_size: {text['vocab_size']} became {rows}")
             text["vocab_size"] = rows
         if not self._recipe.whole:
-            layers = planner.output_layers()
-            notes += _set_layers(text, layers, [planner.span(n) for n in self._slice_numbers()])
+            spans = [planner.span(number) for number in range(len(self._recipe.slices))]
+            notes += set_layers(text, [n for first, end in spans for n in range(first, end)])
         for place in (config, text):
             if place.get("tie_word_embeddings") and any(
                 n.endswith("lm_head.weight") for n in names
@@ -352,9 +353,6 @@ class _Merge:
                 notes.append("tie_word_embeddings: false, since not all models are tied")
         return notes
 
-    def _slice_numbers(self) -> range:
-        return range(len(self._recipe.slices))
-
     def _rows_of(self, names: set[str]) -> int | None:
         name = next((n for n in sorted(names) if is_by_token(n)), None)
         if name is None or self._target is None or self._recipe.tokenizer is None:
@@ -362,16 +360,6 @@ class _Merge:
         own = self._main.tensors.get(name)
         rows = max(max(self._target.values(), default=-1) + 1, own.shape[0] if own else 0)
         return padded(rows, self._recipe.pad_to_multiple_of)
-
-
-def _set_layers(config: dict[str, Any], layers: int, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """The number of layers, and lists that have an entry for each."""
-    before = config.get("num_hidden_layers")
-    config["num_hidden_layers"] = layers
-    for key, value in list(config.items()):
-        if isinstance(value, list) and before is not None and len(value) == before > 1:
-            config[key] = [value[n] for first, end in spans for n in range(first, end)]
-    return [f"num_hidden_layers: {before} became {layers}"]
 
 
 def _flat(tensor: SourceTensor) -> Flat:

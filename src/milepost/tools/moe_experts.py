@@ -23,7 +23,7 @@ from milepost.hf.expert_layouts import (
     expert_names,
 )
 from milepost.storage.fileops import PathLike
-from milepost.tools.rewrite.groups import Copied, block_of, joined, passed
+from milepost.tools.rewrite.groups import Copied, block_of, in_parts, joined, passed
 from milepost.tools.rewrite.options import RewriteOptions
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
@@ -57,17 +57,18 @@ def unfuse_moe_experts(
     rewrite.tied = found.tied
     rewrite.counts = {
         "banks": found.banks,
-        "expert tensors": len(found.groups) - len(opened.tensors) + found.banks,
+        "expert tensors": found.experts,
     }
     return run_rewrite(rewrite, output, options)
 
 
 class Unfused(NamedTuple):
-    """All tensors of a source with experts one by one; `banks` is how many were fused."""
+    """All tensors of a source with experts one by one: the `experts` of them were in `banks`."""
 
     groups: list[Copied]
     tied: dict[str, str]
-    banks: int
+    banks: int = 0
+    experts: int = 0
 
 
 def unfused(source: Source, problems: Problems) -> Unfused:
@@ -76,19 +77,26 @@ def unfused(source: Source, problems: Problems) -> Unfused:
     banks = {name: found for name in source.tensors if (found := bank_of(name)) is not None}
     if not banks:
         groups = [passed(tensor) for tensor in source.tensors.values()]
-        return Unfused(groups, dict(source.tied), 0)
+        return Unfused(groups, dict(source.tied))
     names = _names_of(source)
     rename = _Renames(names, banks)
     groups = []
+    experts = 0
     for tensor in source.tensors.values():
         found = banks.get(tensor.name)
         if found is None:
-            groups.append(passed(tensor, name=rename(tensor.name)))
+            groups += in_parts(tensor, rename(tensor.name), problems)
         else:
-            groups += _experts_of(tensor, found, names, rename, problems)
+            singles = list(_experts_of(tensor, found, names, rename, problems))
+            experts += len(singles)
+            groups += singles
     _check_config(source, banks, names, problems)
-    tied = {rename(alias): rename(kept) for alias, kept in source.tied.items()}
-    return Unfused(groups, tied, len(banks))
+    tied = {
+        alias: name
+        for pair in source.tied.items()
+        for alias, name in zip(*map(rename, pair), strict=True)
+    }
+    return Unfused(groups, tied, len(banks), experts)
 
 
 def fuse_moe_experts(
@@ -193,17 +201,14 @@ def _names_of(source: Source) -> ExpertNames:
 
 
 class _Renames:
-    """Module names of the layers that have banks, as hub names; all others stay."""
+    """Module names as hub names, several for a tensor that the hub has in parts."""
 
     def __init__(self, names: ExpertNames, banks: dict[str, Any]) -> None:
-        self._rules = names.renames
+        self._names = names
         self._layers = {_layer(name) for name in banks}
 
-    def __call__(self, name: str) -> str:
-        if _layer(name) in self._layers:
-            for old, new in self._rules:
-                name = name.replace(old, new)
-        return name
+    def __call__(self, name: str) -> tuple[str, ...]:
+        return self._names.on_hub(name, has_experts=_layer(name) in self._layers)
 
 
 def _layer(name: str) -> str:
@@ -219,7 +224,7 @@ def _experts_of(
     problems: Problems,
 ) -> Iterator[Copied]:
     kind = "bias" if found["bias"] or found["suffix"] == "bias" else "weight"
-    leaf, prefix = str(found["leaf"]), rename(str(found["prefix"]))
+    leaf, (prefix,) = str(found["leaf"]), rename(str(found["prefix"]))
     dims = 3 if kind == "weight" else 2
     if len(bank.shape) != dims:
         problems.refuse(f"{bank.name}: shape {bank.shape}, a bank of experts has {dims} dims")

@@ -11,7 +11,7 @@ import msgspec
 from milepost.errors import InvalidInputError
 from milepost.format.manifest import Manifest
 from milepost.hf.ep_families import FUSED_ON_HUB
-from milepost.hf.expert_layouts import EXPERT_NAMES, Rename
+from milepost.hf.expert_layouts import BANK_RENAMES, EXPERT_NAMES, Rename
 from milepost.plan.part_names import RankParts
 from milepost.storage.fileops import PathLike
 from milepost.tools.moe_experts import bank_of, fused
@@ -19,6 +19,7 @@ from milepost.tools.rewrite.ep_slices import (
     INPUT_FIRST,
     SLICE,
     is_input_first,
+    is_stack,
     require_slices,
     sliced_model_type,
     slices_of,
@@ -79,6 +80,9 @@ def _cut_for_ranks(rewrite: Rewrite, source: Source, size: int) -> None:
     else:
         whole, rewrite.tied = _banks_of(source, rewrite.problems)
     banks = sum(is_bank for _, is_bank in whole)
+    count = _rows_are_of_experts(source)
+    if banks and count is not None and count % size:
+        rewrite.problems.refuse(f"{count} experts cannot be divided among {size} ranks")
     if not banks and not rewrite.problems:
         rewrite.problems.refuse(f"{source.path}: there are no experts, which ranks could divide")
     groups: list[Copied] = []
@@ -117,12 +121,15 @@ def _banks_of(
             f"{source.path}: experts one by one, but checkpoints of {kind} have banks; fuse them "
             "first (milepost fuse-moe-experts)"
         )
-    parts = {copied.output.name: bank_of(copied.output.name) for copied in found.groups}
+    bank_renames = BANK_RENAMES.get(kind, ())
+    parts = {
+        copied.output.name: bank_of(_of_module(copied.output.name, bank_renames))
+        for copied in found.groups
+    }
     layers = {
         str(bank["prefix"]).rpartition(".experts")[0] for bank in parts.values() if bank is not None
     }
-    names = EXPERT_NAMES.get(kind)
-    renames = () if names is None or kind in FUSED_ON_HUB else names.renames
+    renames = bank_renames if kind in FUSED_ON_HUB else EXPERT_NAMES[kind].renames
 
     def module_name(name: str) -> str:
         return _module_name(name, layers, renames, problems)
@@ -133,7 +140,7 @@ def _banks_of(
         if bank is not None and bank["suffix"] is not None:
             problems.refuse(f"{name}: a bank as {bank['suffix']} of a module, which has no slices")
         spec = replace(copied.output, name=module_name(name))
-        whole.append((replace(copied, output=spec), bank is not None))
+        whole.append((replace(copied, output=spec), bank is not None or is_stack(kind, name)))
     return whole, {module_name(a): module_name(kept) for a, kept in source.tied.items()}
 
 
@@ -143,15 +150,19 @@ def _module_name(
     """The name that a merge makes this one of again, in layers that have experts."""
     if not any(name.startswith(f"{layer}.") for layer in layers):
         return name
-    module = name
-    for old, new in reversed(renames):
-        module = module.replace(new, old)
+    module = _of_module(name, renames)
     back = module
     for old, new in renames:
         back = back.replace(old, new)
     if back != name:
         problems.refuse(f"{name}: as a slice it would come back as {back}")
     return module
+
+
+def _of_module(name: str, renames: tuple[Rename, ...]) -> str:
+    for old, new in reversed(renames):
+        name = name.replace(new, old)
+    return name
 
 
 def _slices(whole: Copied, size: int, problems: Problems) -> Iterator[Copied]:
@@ -163,6 +174,12 @@ def _slices(whole: Copied, size: int, problems: Problems) -> Iterator[Copied]:
     each = experts // size
     for rank in range(size):
         yield rows_of(whole, f"{name}.shard_{rank}", (rank * each, (rank + 1) * each))
+
+
+def _rows_are_of_experts(source: Source) -> int | None:
+    """The number of experts where it is not the length of dim 0: DBRX, by its configuration."""
+    config = source.config.get("ffn_config")
+    return config.get("moe_num_experts") if isinstance(config, dict) else None
 
 
 def _say_that_no_reader_takes_it(manifest: Manifest) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from milepost.tools.merge_models import Tokenizers, merge_models
+from milepost.tools.merging.layers import set_layers
 from milepost.tools.merging.recipe import recipe_from_yaml
 from tests.tools.merge_models.merging import (
     FAST,
@@ -155,7 +156,7 @@ def test_lists_with_an_entry_for_each_layer_follow_the_layers(tmp_path: Path) ->
     config = Qwen2Config(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
         num_attention_heads=2, num_key_value_heads=1, use_sliding_window=True, sliding_window=4,
-        layer_types=kinds,
+        layer_types=kinds, eos_token_id=[1, 2, 3],
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
@@ -171,11 +172,26 @@ def test_lists_with_an_entry_for_each_layer_follow_the_layers(tmp_path: Path) ->
     made = json.loads((out / "config.json").read_bytes())
     assert made["num_hidden_layers"] == 5
     assert made["layer_types"] == [*kinds[:2], *kinds]
+    assert made["eos_token_id"] == [1, 2, 3]  # as many as the layers were, and none of them
     deeper, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for layer, source in enumerate((0, 1, 0, 1, 2)):
         own, theirs = deeper.model.layers[layer], model.model.layers[source]
         assert same_bits(own.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.case("V60")
+def test_lists_that_number_layers_follow_them_too() -> None:
+    config = {
+        "num_hidden_layers": 3, "mlp_only_layers": [0, 2], "no_rope_layers": [1, 0, 1],
+        "bad_words_ids": [7, 8, 9], "intermediate_size": 24,
+    }  # fmt: skip
+    notes = set_layers(config, [0, 1, 0, 1, 2])
+    assert config == {
+        "num_hidden_layers": 5, "mlp_only_layers": [0, 2, 4], "no_rope_layers": [1, 0, 1, 0, 1],
+        "bad_words_ids": [7, 8, 9], "intermediate_size": 24,
+    }  # fmt: skip
+    assert notes == ["num_hidden_layers: 3 became 5"]
 
 
 # ---- V08
@@ -191,9 +207,7 @@ def test_the_output_has_the_type_of_the_models_or_the_one_asked_for_in_both_spel
     wanted = getattr(torch, dtype or "bfloat16")
     assert {tensor.dtype for tensor in weights(out).values()} == {wanted}
     config = json.loads((out / "config.json").read_bytes())
-    assert config["dtype"] == (dtype or "bfloat16")
-    if dtype not in (None, "bfloat16"):
-        assert config["torch_dtype"] == dtype
+    assert config["dtype"] == config["torch_dtype"] == (dtype or "bfloat16")
     before = (models[0] / "model.safetensors").stat().st_size
     after = (out / "model.safetensors").stat().st_size
     assert after == pytest.approx(before * (2 if dtype == "float32" else 1), rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -290,9 +291,9 @@ def test_the_way_from_and_to_zero_is_a_straight_line(t: float) -> None:
         for colinear in (0.9995, 1 - 1e-12):
             inputs = of([one, two])
             if two is not half:
-                out = by_angles(inputs, lambda p, c=colinear: slerp_weights(p, t, c))
+                out = by_angles(inputs, partial(slerp_weights, t=t, colinear=colinear))
                 torch.testing.assert_close(joined(out, one), line)
-            rows = by_angles_of_rows(inputs, lambda p, c=colinear: slerp_weights(p, t, c))
+            rows = by_angles_of_rows(inputs, partial(slerp_weights, t=t, colinear=colinear))
             torch.testing.assert_close(joined(rows, one), line)
 
 

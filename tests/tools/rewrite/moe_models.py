@@ -65,6 +65,23 @@ DEEPSEEK_V4: dict[str, Any] = {
     "index_n_heads": 2,
     "index_head_dim": 8,
 }  # fmt: skip
+DBRX: dict[str, Any] = {
+    "d_model": 16,
+    "n_heads": 4,
+    "n_layers": 2,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+    "ffn_config": {
+        "ffn_hidden_size": 24,
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "hidden_size": 16,
+    },
+}
+# Sizes that a family derives from others.
+DERIVED = {
+    "dbrx": {"hidden_size", "num_hidden_layers", "num_attention_heads"},
+    "jetmoe": {"num_attention_heads"},
+}
 # By model type: what its configuration has besides.
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -84,10 +101,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False},
     "lfm2_moe": LFM2,
+    "aria_text": {"moe_num_experts": 4},
     "axk1": LATENT,
     "bailing_hybrid": {**LATENT, "layer_types": ["linear_attention", "full_attention"]},
+    "dbrx": DBRX,
     "deepseek_v4": DEEPSEEK_V4,
     "gemma4_text": GEMMA4,
+    "granitemoe": PLAIN,
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "layer_types": ["mamba", "attention"],
+    },
+    "granitemoeshared": PLAIN,
+    "jetmoe": {"kv_channels": 4, "num_key_value_heads": 2},
     # transformers renames dense layers like those with experts, which hub checkpoints do not.
     "kimi_linear": {
         **LATENT,
@@ -135,7 +162,8 @@ def build(kind: str) -> Any:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config: Any = CONFIG_MAPPING[kind](**{**SIZES, **FAMILIES[kind]})
+    sizes = {key: value for key, value in SIZES.items() if key not in DERIVED.get(kind, ())}
+    config: Any = CONFIG_MAPPING[kind](**{**sizes, **FAMILIES[kind]})
     return _filled(transformers.AutoModelForCausalLM, config)
 
 

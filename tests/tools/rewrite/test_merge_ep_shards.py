@@ -74,10 +74,11 @@ def test_slices_with_the_input_dim_first_become_the_form_of_the_family(
     elif names is None:
         banks = torch.cat([gate, up], -1)
         is_turned = kind not in INPUT_FIRST_BANKS
-        assert torch.equal(
-            made[f"{BASE}.gate_up_proj"], banks.transpose(1, 2) if is_turned else banks
-        )
-        assert torch.equal(made[f"{BASE}.down_proj"], down.transpose(1, 2) if is_turned else down)
+        gate_up_name, down_name = f"{BASE}.gate_up_proj", f"{BASE}.down_proj"
+        if kind in ("aria", "aria_text"):
+            gate_up_name, down_name = f"{BASE}.fc1.weight", f"{BASE}.fc2.weight"
+        assert torch.equal(made[gate_up_name], banks.transpose(1, 2) if is_turned else banks)
+        assert torch.equal(made[down_name], down.transpose(1, 2) if is_turned else down)
     else:
         mlp = BASE.removesuffix("experts")
         if kind == "nemotron_h":

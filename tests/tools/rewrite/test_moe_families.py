@@ -11,11 +11,7 @@ from milepost.tools.moe_experts import fuse_moe_experts, unfuse_moe_experts
 from tests.tools.rewrite.hub import QUICK, read_hub, same_bits
 from tests.tools.rewrite.moe_models import FAMILIES, build
 
-# Families whose hub checkpoints have other names for more than the layers with experts.
-OTHER_NAMES = {
-    "axk1", "bailing_hybrid", "deepseek_v4", "kimi_linear", "mimo_v2_flash", "nemotron_h",
-}  # fmt: skip
-KINDS = sorted(kind for kind in FAMILIES if kind in EXPERT_NAMES and kind not in OTHER_NAMES)
+KINDS = sorted(kind for kind in FAMILIES if kind in EXPERT_NAMES)
 
 
 @pytest.mark.case("V54")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from milepost.errors import InvalidInputError
 from milepost.tools.merging.parameters import Setting
@@ -14,6 +15,16 @@ from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import Source, SourceTensor
 
 _LAYER = re.compile(r"^((?:.*\.)?(?:layers|layer|h|blocks|block)\.)(\d+)(\..*)$")
+
+_PER_LAYER = re.compile(
+    r"(?:mlp_)?layer_types|layers_block_type|indexer_types|no_rope_layers|layer_rope_theta"
+    r"|\w+_per_layer|sliding_windows|activation_sparsity_pattern|intermediate_size|block_configs"
+    r"|attn_layers|attention_layers|compress_ratios|ffn_multipliers"
+    r"|num_(?:query|kv|attention|key_value)_heads"
+)
+"""Lists of a configuration that have an entry for each layer."""
+_LAYER_NUMBERS = frozenset({"full_attn_idxs", "mlp_only_layers", "moe_layers"})
+"""Lists of a configuration that number layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +55,24 @@ def layer_count(source: Source) -> int:
     return max(numbers, default=-1) + 1
 
 
+def set_layers(config: dict[str, Any], layers: Sequence[int]) -> list[str]:
+    """Make `config` that of a model whose layers are these of its own, and tell what has changed.
+
+    Lists that are known to have an entry for each layer, or to number layers, follow them. Others
+    that only have as many entries (`eos_token_id`) stay.
+    """
+    before = config.get("num_hidden_layers")
+    config["num_hidden_layers"] = len(layers)
+    for key, value in list(config.items()):
+        if not isinstance(value, list):
+            continue
+        if key in _LAYER_NUMBERS:
+            config[key] = [place for place, layer in enumerate(layers) if layer in value]
+        elif _PER_LAYER.fullmatch(key) and len(value) == before:
+            config[key] = [value[layer] for layer in layers]
+    return [f"num_hidden_layers: {before} became {len(layers)}"]
+
+
 class Planner:
     """Goes through a recipe; what models lack, or have in another shape, becomes problems."""
 
@@ -51,19 +80,13 @@ class Planner:
         self._recipe, self._sources, self._problems = recipe, sources, problems
         self._bases = None if recipe.base is None else sources[str(recipe.base)]
 
-    def output_layers(self) -> int:
-        """Layers of the output."""
-        if self._recipe.whole:
-            return layer_count(self._source(0, 0))
-        return sum(end - first for first, end in map(self.span, range(len(self._recipe.slices))))
-
     def plan(self) -> Iterator[Wanted]:
         """All tensors of the output, in order; nothing for those with problems."""
         if self._recipe.whole:
             yield from self._whole()
             return
-        total, done = self.output_layers(), 0
         last = len(self._recipe.slices) - 1
+        total, done = sum(end - first for first, end in map(self.span, range(last + 1))), 0
         yield from self._outside(0, before=True)
         for number in range(last + 1):
             first, end = self.span(number)

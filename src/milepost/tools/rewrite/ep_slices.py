@@ -8,7 +8,7 @@ from typing import Any
 
 from milepost.errors import InvalidInputError
 from milepost.hf.ep_families import EP_FAMILIES, EpSave, supported_ep_merge_model_types
-from milepost.hf.expert_layouts import DOWN, GATE_UP, UP
+from milepost.hf.expert_layouts import DOWN, EXPERT_STACKS, GATE_UP, UP
 from milepost.layouts.directory import DirectoryCheckpoint
 from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import Source, SourceTensor
@@ -86,10 +86,11 @@ def slices_of(source: Source, size: int, problems: Problems) -> dict[str, list[S
         if found is not None:
             held.setdefault(found["base"], {})[int(found["rank"])] = tensor
     made = {}
+    kind = sliced_model_type(source)
     for base, by_rank in held.items():
         expert = EXPERTS.fullmatch(base)
         leaf = "" if expert is None else plain_leaf(expert["leaf"])
-        if leaf.removesuffix("_bias") not in _LEAVES:
+        if leaf.removesuffix("_bias") not in _LEAVES and not is_stack(kind, base):
             problems.refuse(f"{base}: cut into slices, but no known tensor of experts")
         if sorted(by_rank) != list(range(size)):
             there = ", ".join(map(str, sorted(by_rank)))
@@ -101,6 +102,12 @@ def slices_of(source: Source, size: int, problems: Problems) -> dict[str, list[S
             continue
         made[base] = ordered
     return made
+
+
+def is_stack(kind: str, name: str) -> bool:
+    """Whether this family has all experts of a layer in this tensor, which is no bank."""
+    pattern = EXPERT_STACKS.get(kind)
+    return pattern is not None and pattern.fullmatch(name) is not None
 
 
 def plain_leaf(name: str) -> str:

@@ -10,7 +10,7 @@ goes row by row; what is streamed takes what it says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from milepost.format.dtypes import DTYPES
 from milepost.format.header import tensor_nbytes
+from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.source import SourceTensor
 
 BAND_NBYTES = 2 * 2**20
@@ -227,6 +228,20 @@ def joined(name: str, shape: tuple[int, ...], tensors: Iterable[SourceTensor]) -
     parts = tuple(whole_range(tensor) for tensor in tensors)
     (dtype,) = {part.tensor.dtype for part in parts}
     return Copied(output=TensorSpec(name=name, dtype=dtype, shape=shape), ranges=parts)
+
+
+def in_parts(tensor: SourceTensor, names: Sequence[str], problems: Problems) -> Iterator[Copied]:
+    """The tensor under one name, or its equal parts along dim 0 under several."""
+    if len(names) == 1:
+        yield passed(tensor, name=names[0])
+    elif not tensor.shape or tensor.shape[0] % len(names):
+        problems.refuse(
+            f"{tensor.name}: shape {tensor.shape}, expected {len(names)} equal parts on dim 0"
+        )
+    else:
+        rows = tensor.shape[0] // len(names)
+        for number, name in enumerate(names):
+            yield rows_of(passed(tensor), name, (number * rows, (number + 1) * rows))
 
 
 def rows_of(copied: Copied, name: str, rows: tuple[int, int]) -> Copied:
