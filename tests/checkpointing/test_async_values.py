@@ -26,7 +26,7 @@ def values() -> dict[str, Any]:
 def change(live: dict[str, Any], number: int) -> None:
     """What a training does to them at once."""
     live["step"] = number
-    live["nested"]["list"][1][1]["deep"].append(number)
+    live["nested"]["list"][-1][1]["deep"].append(number)
     live["nested"]["list"].insert(0, number)
     live["nested"]["text"] = str(number)
     live["tensor"].mul_(-number)

@@ -180,6 +180,7 @@ def test_many_tensors_are_filled_by_several_threads(tmp_path: Path) -> None:
         assert torch.equal(tensor, target)
 
 
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("error", [DamagedError, KeyboardInterrupt])
 def test_an_error_of_a_thread_stops_the_others(error: type[BaseException], tmp_path: Path) -> None:
     count = 0

@@ -307,6 +307,7 @@ def test_the_first_error_of_a_thread_stops_the_others_and_is_raised(
     assert set(os.listdir("/proc/self/fd")) == before, "descriptors were left open"
 
 
+@pytest.mark.usefixtures("_interruptible")
 def test_a_keyboard_interrupt_stops_the_threads_that_write(tmp_path: Path) -> None:
     written = 0
 
