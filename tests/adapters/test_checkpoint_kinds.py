@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import milepost as mp
+from milepost.adapters.kinds import ADAPTER_PICKLE as PICKLE
 from milepost.adapters.kinds import CheckpointKind, checkpoint_kind
-from milepost.errors import FormatError, NotFoundError
+from milepost.checkpointing.adapter_load import stored_adapter
+from milepost.errors import FormatError, InvalidInputError, NotCommittedError, NotFoundError
+from milepost.layouts.checkpoint import Checkpoint
 from tests.adapters.lora_models import adapted, base
 
 KINDS = [
@@ -93,3 +97,18 @@ def test_of_a_committed_checkpoint_only_what_its_manifest_lists_counts(tmp_path:
     assert mp.checkpoint_kind(merged) is CheckpointKind.MERGED_ADAPTER
     (merged / "resume_adapter" / "adapter_model.safetensors").unlink()
     assert mp.checkpoint_kind(merged) is CheckpointKind.MERGED_ADAPTER_MISSING
+
+
+def test_an_adapter_that_is_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
+    """Old versions of peft wrote `adapter_model.bin`."""
+    alone, beside = tmp_path / "alone", tmp_path / "merged"
+    for place in (alone, beside / "resume_adapter"):
+        place.mkdir(parents=True)
+        torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 2)}, place / PICKLE)
+        (place / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(NotCommittedError, match=rf"it holds {PICKLE}: name the file"):
+        Checkpoint.open(alone)
+    save_file({"q.weight": torch.ones(2, 2)}, beside / "model.safetensors", {"format": "pt"})
+    (beside / "resume_adapter.json").write_text('{"adapter_dir": "resume_adapter"}')
+    with pytest.raises(InvalidInputError, match=rf"its adapter is {PICKLE}, a pickle"):
+        stored_adapter(Checkpoint.open(beside))

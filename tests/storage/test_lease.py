@@ -225,10 +225,13 @@ from pathlib import Path
 from milepost.storage.lease import RunLease
 
 with RunLease.of(Path(sys.argv[1])):
+    runs, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(tell, b"x")
         time.sleep(600)  # as a worker of a data loader that outlives its job
         os._exit(0)
+    os.read(runs, 1)
     print(child, flush=True)
     sys.stdin.read()
 """

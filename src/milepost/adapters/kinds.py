@@ -22,7 +22,8 @@ MARKER_NAME = "resume_adapter.json"
 RESUME_ADAPTER = "resume_adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_STEM = "adapter_model"
-ADAPTER_FILES = (f"{ADAPTER_STEM}.safetensors", f"{ADAPTER_STEM}.bin")
+ADAPTER_PICKLE = f"{ADAPTER_STEM}.bin"
+ADAPTER_FILES = (f"{ADAPTER_STEM}.safetensors", ADAPTER_PICKLE)
 
 _WHOLE_STEMS = ("model", "diffusion_pytorch_model")
 _WHOLE_FILES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from milepost.adapters.base import base_identity, differs
 from milepost.adapters.config import AdapterConfig, read_adapter_config
-from milepost.adapters.kinds import ADAPTER_STEM, adapter_directory
+from milepost.adapters.kinds import ADAPTER_PICKLE, ADAPTER_STEM, adapter_directory
 from milepost.adapters.live import LiveAdapter, find_adapter
 from milepost.adapters.names import PREFIX, aligned, without_wrappers
 from milepost.checkpointing.adapter_save import names_of_adapter
@@ -25,6 +25,7 @@ from milepost.checkpointing.load_names import LiveNames, stored_names
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import (
     CheckpointIncompleteError,
+    InvalidInputError,
     KeyMismatchError,
     MismatchError,
 )
@@ -102,6 +103,7 @@ def _opened(
         sets.append(TensorSet(directory, extra))
     for each in sets:
         if not each.exists():
+            _refuse_pickle(directory)
             raise CheckpointIncompleteError(
                 f"{directory}: {each.stem}.safetensors is not there, though the checkpoint says "
                 "that its adapter lies here; it was copied or written incompletely",
@@ -109,6 +111,17 @@ def _opened(
             )
     config = read_adapter_config(directory)
     return StoredAdapter(directory=directory, config=config, sets=tuple(sets), entry=entry)
+
+
+def _refuse_pickle(directory: Path) -> None:
+    """Say of an adapter that old versions of peft saved what it is, and what makes it readable."""
+    if (directory / ADAPTER_PICKLE).is_file():
+        raise InvalidInputError(
+            f"{directory}: its adapter is {ADAPTER_PICKLE}, a pickle, which is not read; load it "
+            "with PeftModel.from_pretrained where you trust it, and save_pretrained writes "
+            f"{ADAPTER_STEM}.safetensors",
+            path=directory,
+        )
 
 
 def plan_adapter(

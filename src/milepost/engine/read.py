@@ -25,9 +25,7 @@ from milepost.geometry.blocks import Span, blocks_of_range, byte_runs
 
 READ_PIECE_NBYTES = 8 * 1024 * 1024
 MERGE_GAP_NBYTES = 16 * 1024
-HASH_PIECE_NBYTES = 2 * 1024 * 1024
-"""Hashed right after it was read: short enough for the cache that cores share, long enough that
-threads seldom wait for each other between pieces."""
+HASH_PIECE_NBYTES = 2 * 1024 * 1024  # in the cache that cores share; shorter ones cost locking
 MAX_OPEN_FILES = 256  # many systems let a process open 1024
 
 T = TypeVar("T")

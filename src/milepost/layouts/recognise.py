@@ -63,8 +63,11 @@ def _open_directory(path: Path) -> Checkpoint:
             f"(milepost ls {path} lists them)",
             path=path,
         )
+    pickles = sorted(entry.name for entry in path.iterdir() if entry.suffix in PICKLE_SUFFIXES)
+    but = f"; it holds {', '.join(pickles[:3])}: name the file that you mean" if pickles else ""
     raise NotCommittedError(
-        f"{path}: no {MANIFEST_NAME} and no model.safetensors: no save of it was ever committed",
+        f"{path}: no {MANIFEST_NAME} and no model.safetensors: no save of it was ever committed"
+        f"{but}",
         path=path,
     )
 

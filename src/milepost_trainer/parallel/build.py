@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from milepost_trainer.parallel import ulysses
 from milepost_trainer.parallel.experts import apply_expert_parallel, expert_modules
-from milepost_trainer.parallel.heads import Head, Role, layers_of, whole_model
+from milepost_trainer.parallel.heads import Head, Role, layers_of, load_whole, whole_model
 from milepost_trainer.parallel.meshes import Meshes, make_meshes
 from milepost_trainer.parallel.model import ParallelModel
 from milepost_trainer.parallel.pipeline import Pipeline, stages_of_rank
@@ -115,8 +115,13 @@ def _distributed(
         ep_size=sizes.ep,
     )
     if not isinstance(source, PreTrainedConfig):
-        return AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention, distributed_config=settings
+        return load_whole(
+            AutoModelForCausalLM,
+            source,
+            Head.LANGUAGE_MODEL,
+            dtype=dtype,
+            attn_implementation=attention,
+            distributed_config=settings,
         )
     model = whole_model(source, Head.LANGUAGE_MODEL, seed, dtype, attention).to(device)
     settings, _, meshes = type(model).prepare_distribute_model(settings)

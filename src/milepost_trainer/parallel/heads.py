@@ -50,6 +50,10 @@ _CLASSES = {
 }
 
 
+_NEW = {Head.SCORE: ("score.",), Head.NONE: ("pooler.",)}
+"""What a directory need not have: a new head is drawn, and nothing reads a pooler."""
+
+
 def whole_model(
     source: Any,
     head: Head,
@@ -63,7 +67,8 @@ def whole_model(
 
     `quantization` has further keywords of `from_pretrained`, for weights kept in a few bits;
     `labels` are those of a classifier. Raises `ValueError` for a classifier of another make than a
-    linear `score` on hidden states, and for one that was saved with other labels.
+    linear `score` on hidden states, for one that was saved with other labels, and for a directory
+    that lacks more than the head.
     """
     kind = _CLASSES[head]
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
@@ -78,13 +83,27 @@ def whole_model(
             if head is Head.SCORE:
                 _require_labels(source, labels)
                 options["num_labels"] = labels
-            model = kind.from_pretrained(source, **options, **(quantization or {}))
+            model = load_whole(kind, source, head, **options, **(quantization or {}))
         if head is Head.VALUE:
             _give_values(model, source)
     if head is Head.SCORE:
         _give_scores(model)
     if head is Head.NONE and isinstance(getattr(model, "pooler", None), nn.Module):
         model.pooler.requires_grad_(False)  # nothing here reads it, so it gets no gradient
+    return model
+
+
+def load_whole(kind: Any, source: Any, head: Head, **options: Any) -> Any:
+    """`kind.from_pretrained(source, **options)`; `ValueError` when it finds no value for a tensor,
+    which it would draw without a word, unless that is one of a new head."""
+    model, told = kind.from_pretrained(source, output_loading_info=True, **options)
+    missing = sorted(n for n in told["missing_keys"] if not n.startswith(_NEW.get(head, ())))
+    if missing:
+        raise ValueError(
+            f"{source}: has no values for {len(missing)} tensors of the model, which "
+            f"would be random: {', '.join(missing[:5])}; copy the directory again, or choose "
+            "another model_name_or_path"
+        )
     return model
 
 
