@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,9 @@ def compare_with_class(directory: Path, shapes: Mapping[str, Sequence[int]]) -> 
         return _not_asked(f"there is no config.json ({problem})" if problem else "no config.json")
     if "quantization_config" in document:
         return _not_asked("the weights are quantised")
-    try:
-        import transformers
-    except ImportError:
+    if find_spec("transformers") is None:
         return _not_asked("transformers is not installed")
-    model, problem = attempt(partial(_on_meta, directory, document, transformers))
+    model, problem = attempt(partial(on_meta, directory, document))
     if model is None:
         return _not_asked(f"transformers cannot build the model: {problem}")
     compared, problem = attempt(partial(_compare, model, shapes))
@@ -56,16 +55,17 @@ def _not_asked(why: str) -> NameComparison:
     return NameComparison(notes=(f"names were not compared with the model's class: {why}",))
 
 
-def _on_meta(directory: Path, document: Mapping[str, Any], transformers: Any) -> Any:
+def on_meta(directory: Path, config: Mapping[str, Any]) -> Any:
+    """A model of the class that a `config.json` names, without memory; raises what transformers
+    does."""
     import torch
+    import transformers
 
-    config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
-    known = [getattr(transformers, n, None) for n in document.get("architectures") or ()]
+    made = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+    known = [getattr(transformers, str(n), None) for n in config.get("architectures") or ()]
     cls = next((found for found in known if found is not None), None)
     with torch.device("meta"):
-        if cls is not None:
-            return cls(config)
-        return transformers.AutoModel.from_config(config)
+        return transformers.AutoModel.from_config(made) if cls is None else cls(made)
 
 
 def _compare(model: Any, shapes: Mapping[str, Sequence[int]]) -> NameComparison:

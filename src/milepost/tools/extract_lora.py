@@ -17,6 +17,7 @@ from milepost.adapters.kinds import ADAPTER_STEM
 from milepost.adapters.names import PREFIX
 from milepost.errors import InvalidInputError
 from milepost.hf.card import is_hub_id
+from milepost.hf.conv1d import CONV1D_FAMILIES
 from milepost.hf.expert_layouts import EXPERT_NAMES, NO_EXPERT_NAMES
 from milepost.hf.fp32_names import is_norm
 from milepost.storage.fileops import PathLike
@@ -48,7 +49,6 @@ have no other modules of such names."""
 _LEAVES_OF_EXPERTS = frozenset(
     {"gate", "router", "layer", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 )
-_CONV1D_FAMILIES = frozenset({"gpt2", "openai-gpt"})
 _CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 _EMBEDDINGS = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|wpe|word_embeddings|position_embeddings|tok_embeddings)\.weight"
@@ -313,7 +313,7 @@ class _Extraction:
     @property
     def _has_conv1d(self) -> bool:
         """Whether layers of the family are Conv1D, which store inputs first."""
-        return not _CONV1D_FAMILIES.isdisjoint(self._tuned.model_types)
+        return not CONV1D_FAMILIES.isdisjoint(self._tuned.model_types)
 
     # ---- configuration
 

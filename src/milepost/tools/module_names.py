@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from milepost.hf.foreign_calls import attempt
+from milepost.hf.load_names import on_meta
 from milepost.tools.rewrite.source import Source
 
 _PARTS = ("vision_config", "audio_config")
@@ -40,7 +40,7 @@ def module_names(source: Source) -> Mapping[str, str]:
 def _asked(source: Source) -> Mapping[str, str]:
     from milepost.hf.hub_family import family_of, names_on_load
 
-    model = _on_meta(source)
+    model = on_meta(source.path, source.config)
     own, family = set(model.state_dict()), family_of(model)
     if family is None:
         return {}
@@ -48,15 +48,3 @@ def _asked(source: Source) -> Mapping[str, str]:
     single = {name: next(iter(found)) for name, found in loaded.items() if len(found) == 1}
     counts = Counter(single.values())
     return {name: place for name, place in single.items() if place in own and counts[place] == 1}
-
-
-def _on_meta(source: Source) -> Any:
-    import torch
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(str(source.path), local_files_only=True)
-    names = source.config.get("architectures") or ()
-    known = [getattr(transformers, str(name), None) for name in names]
-    kind = next((found for found in known if found is not None), None)
-    with torch.device("meta"):
-        return transformers.AutoModel.from_config(config) if kind is None else kind(config)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from milepost.errors import InvalidInputError
 from milepost.format.dtypes import DTYPES
+from milepost.hf.conv1d import CONV1D_FAMILIES
 from milepost.tools.lowp.coded import Coded, CodedTensors
 from milepost.tools.lowp.schemes import (
     BITSANDBYTES,
@@ -45,8 +46,6 @@ _INT8_STEP = 7.874015718698502e-3
 """1/127, as `int8_vectorwise_dequant` has it."""
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _ENDS = (*(f".{part}" for part in _PARTS), ".SCB", ".weight_format")
-_TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
-"""Families whose linear layers are Conv1D: transformers turns their weights to quantise them."""
 
 
 def tables() -> dict[str, Tensor]:
@@ -66,7 +65,7 @@ def bitsandbytes_tensors(source: Source, scheme: Scheme, problems: Problems) -> 
     if scheme.method != BITSANDBYTES and not any(map(is_of_bitsandbytes, source.tensors)):
         return None
     found = _BitsAndBytesTensors(source.tensors, scheme, problems)
-    turned = _TRANSPOSED.intersection(source.model_types)
+    turned = CONV1D_FAMILIES.intersection(source.model_types)
     if turned and found.weights:
         problems.refuse(
             f"{source.path}: {min(turned)} has its linear layers stored transposed once they are "
