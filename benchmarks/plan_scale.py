@@ -121,7 +121,7 @@ def classes_of(name: str, shape: tuple[int, ...], world: int) -> list[PlacementC
 
 
 def described(family: Family, world: int, rank: int) -> dict[str, dict[str, Held]]:
-    """What `rank` says of its tensors, with local tensors that have no memory."""
+    """What `rank` says of its tensors; the memory of local ones is never touched."""
     held: dict[str, Held] = {}
     cache: dict[tuple[str, int, tuple[int, ...]], PlacementClass] = {}
     for name, shape in family.shapes.items():
@@ -134,7 +134,7 @@ def described(family: Family, world: int, rank: int) -> dict[str, dict[str, Held
         assert coordinate is not None
         local = local_shape(index_set(shape, own.mesh_shape, coordinate, own.placements))
         info = LeafInfo(dtype="BF16", shape=shape, itemsize=2, classes=(own,))
-        held[name] = Held(info, torch.empty(local, dtype=torch.bfloat16, device="meta"))
+        held[name] = Held(info, torch.empty(local, dtype=torch.bfloat16))
     return dict.fromkeys(SETS, held)
 
 

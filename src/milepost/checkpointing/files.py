@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from milepost._collector import collector_paused
 from milepost.checkpointing.capture import Captured
 from milepost.checkpointing.part_writer import PartLayout, PartWriter, lay_out_part
 from milepost.checkpointing.stage_ties import ties_of
@@ -144,6 +145,7 @@ def _files_of(wanted: WeightFiles, prefix: str) -> WeightFiles:
     return WeightFiles.AUTO if wanted is WeightFiles.RANKS and prefix else wanted
 
 
+@collector_paused()
 def plan_files(
     places: Mapping[str, TensorSetPlace],
     inventory: Inventory,

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from milepost._collector import collector_paused
 from milepost.checkpointing.capture import Captured
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import InvalidInputError
@@ -67,6 +68,7 @@ def derive(model: Model, tensors: Mapping[FQN, Tensor]) -> Derived:
     return found
 
 
+@collector_paused()
 def _derive(model: Model, hollow: Mapping[FQN, Tensor]) -> Derived:
     try:
         hub_map = derive_hub_map(model, hollow)
@@ -120,6 +122,7 @@ def _first_problems(talk: Conversation, own: Mapping[str, str]) -> dict[str, str
     return found
 
 
+@collector_paused()
 def held_on_disk(
     sets: Mapping[str, Mapping[str, Held]], inventory: Inventory, rank: int
 ) -> dict[str, dict[str, Held]]:

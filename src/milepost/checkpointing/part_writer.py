@@ -82,10 +82,11 @@ class PartWriter:
             yield key, self._bound(step, path)
 
     def _source(self, tensor: int) -> TensorSource:
-        if tensor not in self._sources:
+        found = self._sources.get(tensor)
+        if found is None:
             name = self._file.tensors[tensor].name
-            self._sources[tensor] = TensorSource(self._held[name].local, name)
-        return self._sources[tensor]
+            found = self._sources[tensor] = TensorSource(self._held[name].local, name)
+        return found
 
     def _direct(self, chunk: Chunk) -> Iterator[Piece]:
         division = self._file.division(chunk.tensor)
@@ -117,22 +118,23 @@ class PartWriter:
         for start, end, _ in step.chunks:
             bases.append((start, end, total))
             total += end - start
-        number = 0
-        for item in items:
+        number, last = 0, len(bases)
+        file = self._file
+        for start, end, tensor, coordinate in items:
             base = 0
-            while number < len(bases) and bases[number][1] <= item.start:
+            while number < last and bases[number][1] <= start:
                 number += 1
-            if number < len(bases):
-                base = bases[number][2] + item.start - bases[number][0]
-            division = self._file.division(item.tensor)
+            if number < last:
+                base = bases[number][2] + start - bases[number][0]
+            division = file.division(tensor)
             yield Part(
-                name=self._file.tensors[item.tensor].name,
-                place=division.place,
-                held=division.held(item.coordinate),
-                start=item.start,
-                end=item.end,
-                base=base,
-                local=self._source(item.tensor).tensor if is_own else None,
+                file.tensors[tensor].name,
+                division.place,
+                division.held(coordinate),
+                start,
+                end,
+                base,
+                self._source(tensor).tensor if is_own else None,
             )
 
 

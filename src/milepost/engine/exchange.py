@@ -31,7 +31,7 @@ from milepost.plan.shares import CHUNK_NBYTES, TensorPlace
 IN_FLIGHT = 2
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: there are thousands of them in a save
+@dataclass(slots=True)  # not frozen: there are thousands of them in a save
 class Part:
     """What a shard has of bytes `[start, end)` of a file; `held` is its index set.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TypeAlias
@@ -103,6 +104,7 @@ def index_set(
     return tuple(spans)
 
 
+@lru_cache(maxsize=16384)  # ranks that differ on other axes alone are cut alike
 def _cut(spans: Spans, placement: AnyShard, count: int, index: int) -> Spans:
     found: list[Span] = []
     for start, end in _positions_held(placement, span_length(spans), count, index):

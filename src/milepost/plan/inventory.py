@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from milepost._collector import collector_paused
 from milepost.errors import InvalidInputError, MismatchError
 from milepost.geometry.axis_view import AxisKind, Fixed
 from milepost.geometry.blocks import Shape
@@ -122,6 +123,7 @@ class Inventory:
         return msgspec.json.encode(document)
 
     @staticmethod
+    @collector_paused()
     def from_bytes(raw: bytes) -> Inventory:
         data = msgspec.json.decode(raw)
         classes = [_class_from_list(entry) for entry in data["classes"]]
@@ -190,6 +192,7 @@ SELF = PlacementClass((), (), ())
 names no rank, so that ranks which hold the same say the same."""
 
 
+@collector_paused()
 def merge_inventories(found: Iterable[tuple[Sequence[int], Inventory]]) -> Inventory:
     """One inventory out of distinct ones, each with the ranks that stated it.
 

@@ -226,13 +226,15 @@ class Division:
     ) -> None:
         self.place, self.holding, self.rules, self.turn = place, holding, rules, turn
         self.blocks = row_blocks(holding, place.shape)
+        self._row_nbytes = place.row_nbytes
+        self._held_at: dict[Coordinate, IndexSet] = {}
         self.is_whole = len(self.blocks) == 1 and holding.peer_count == 1
         limit = SMALL_NBYTES if self.is_whole else rules.aggregate_below
         self.by_domains = place.nbytes // max(1, len(self.blocks)) < limit
 
     def block_bytes(self, block: RowBlock) -> tuple[int, int]:
-        row = self.place.row_nbytes
-        return self.place.start + block.first * row, self.place.start + block.last * row
+        row, start = self._row_nbytes, self.place.start
+        return start + block.first * row, start + block.last * row
 
     def segments(self, low: int, high: int) -> Iterator[Segment]:
         """The segments of bytes `[low, high)` of the file, in order, clipped to it."""
@@ -243,7 +245,7 @@ class Division:
             writers = domain_writers(self.holding, self.rules)
             yield from self._domains(low, high, writers, IN_DOMAINS)
             return
-        row = (low - self.place.start) // self.place.row_nbytes
+        row = (low - self.place.start) // self._row_nbytes
         number = bisect_right(self.blocks, row, key=lambda block: block.first) - 1
         while number < len(self.blocks) and self.block_bytes(self.blocks[number])[0] < high:
             for segment in self.block_segments(self.blocks[number], low, high):
@@ -266,7 +268,10 @@ class Division:
             return
         count = min(len(candidates), max(1, (end - start) // SMALL_NBYTES))
         shift = 0 if count == len(candidates) else self.turn + start // DOMAIN_NBYTES
-        skipped = bisect_right(range(1, count), low, key=lambda n: self._border(block, n, count))
+        skipped = 0
+        if low > start:
+            borders = range(1, count)
+            skipped = bisect_right(borders, low, key=lambda n: self._border(block, n, count))
         first = self._border(block, skipped, count)
         for part in range(skipped, count):
             if first >= high:
@@ -284,7 +289,7 @@ class Division:
         start, end = self.block_bytes(block)
         rows = block.last - block.first
         if rows >= count or part == count:
-            return start + rows * part // count * self.place.row_nbytes
+            return start + rows * part // count * self._row_nbytes
         return start + (end - start) * part // count // PAGE_NBYTES * PAGE_NBYTES
 
     def _whole_domains(
@@ -333,7 +338,11 @@ class Division:
 
     def held(self, coordinate: Coordinate) -> IndexSet:
         """What a shard has for the file: what it shares with a shard before it is hidden."""
-        return _held(self.holding, self.place.shape, coordinate)
+        found = self._held_at.get(coordinate)
+        if found is None:
+            found = _held(self.holding, self.place.shape, coordinate)
+            self._held_at[coordinate] = found
+        return found
 
     def sender(self, segment: Segment, coordinate: Coordinate) -> int | None:
         """Who sends its columns of a segment to the writer; None when the writer has them."""
