@@ -12,6 +12,7 @@ from torch import Tensor
 
 from milepost.engine.read import ReadOptions, StoredTensor
 from milepost.engine.read_shard import ShardRead, fill_shards
+from milepost.errors import DamagedError
 from milepost.geometry.placement import Placement, Shard, index_set, local_shape
 
 
@@ -114,3 +115,13 @@ def test_short_columns_are_read_one_by_one_only_when_their_rows_are_not_in_memor
     needed, counted, kernel = read_shards(tensor, value, 2, Shard(1))
     assert counted == needed
     assert (kernel >= needed // 2) == (where == "on disk")  # the second finds read-ahead
+
+
+def test_a_file_cut_short_is_damaged_before_its_columns_are_mapped(tmp_path: Path) -> None:
+    tensor, _ = stored(tmp_path / "f", 64, 2 * mmap.PAGESIZE, start=mmap.PAGESIZE)
+    os.truncate(tensor.path, mmap.PAGESIZE + 100)
+    held = (((0, 64),), ((0, 100),))
+    target = torch.zeros(64, 100, dtype=torch.int16)
+    with pytest.raises(DamagedError, match=rf"f: ends at byte {mmap.PAGESIZE + 100}, \d+ bytes"):
+        fill_shards([ShardRead(stored=tensor, held=held, target=target)], ReadOptions(threads=1))
+    assert not target.any()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import milepost as mp
-from milepost.engine import exchange_write, read, read_shared
+from milepost.engine import exchange_write, open_files, read_shared
 from milepost.engine.write import InnerDim
 from tests.worlds import run_world
 
@@ -31,7 +31,7 @@ def few_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with pytest.MonkeyPatch.context() as patched:
-            for module in (exchange_write, read, read_shared):
+            for module in (exchange_write, open_files, read_shared):
                 patched.setattr(module, "MAX_OPEN_FILES", SPARE // 2)
             yield
     finally:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import xxhash
 
 from milepost._env import env_int
+from milepost.engine.open_files import OpenFiles, in_groups_of_files
 from milepost.engine.proof import Proof, Segment
 from milepost.engine.source import Scratch, memory_of
 from milepost.errors import DamagedError, FormatError, InvalidInputError, StorageError
@@ -26,9 +26,6 @@ from milepost.geometry.blocks import Span, blocks_of_range, byte_runs
 READ_PIECE_NBYTES = 8 * 1024 * 1024
 MERGE_GAP_NBYTES = 16 * 1024
 HASH_PIECE_NBYTES = 2 * 1024 * 1024  # in the cache that cores share; shorter ones cost locking
-MAX_OPEN_FILES = 256  # many systems let a process open 1024
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +128,6 @@ def fill_tensors(pairs: Sequence[tuple[StoredTensor, torch.Tensor]], options: Re
         with OpenFiles(sorted({stored.path for stored, _ in some})) as files, torch.no_grad():
             tasks = [task for stored, target in some for task in fill_tasks(files, stored, target)]
             run_tasks(tasks, options)
-
-
-def in_groups_of_files(reads: Iterable[T], path_of: Callable[[T], Path]) -> Iterator[list[T]]:
-    """The reads, file by file, in groups of no more files than a process may surely open."""
-    by_path: dict[Path, list[T]] = {}
-    for read in reads:
-        by_path.setdefault(path_of(read), []).append(read)
-    paths = list(by_path)
-    for start in range(0, len(paths), MAX_OPEN_FILES):
-        yield [read for path in paths[start : start + MAX_OPEN_FILES] for read in by_path[path]]
 
 
 Task = Callable[[ReadOptions, Scratch], None]
@@ -352,6 +339,16 @@ def _ends_early(path: Path, at: int, lacking: int) -> DamagedError:
     )
 
 
+def require_bytes(descriptor: int, path: Path, end: int) -> None:
+    """`DamagedError` for a file that ends before byte `end`: ask before it is mapped.
+
+    A file that another program cuts short while it is mapped ends the process (SIGBUS).
+    """
+    nbytes = os.fstat(descriptor).st_size
+    if nbytes < end:
+        raise _ends_early(path, nbytes, end - nbytes)
+
+
 def map_tensor(stored: StoredTensor) -> torch.Tensor:
     """The tensor as a private map of its file: pages are read when touched.
 
@@ -363,37 +360,9 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     with OpenFiles([stored.path]) as files:
         descriptor = files.descriptor(stored.path)
-        file_nbytes = os.fstat(descriptor).st_size
-        if file_nbytes < stored.start + stored.nbytes:
-            raise _ends_early(stored.path, file_nbytes, stored.start + stored.nbytes - file_nbytes)
+        require_bytes(descriptor, stored.path, stored.start + stored.nbytes)
         mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=stored.start, count=stored.nbytes)
     if raw.data_ptr() % dtype.itemsize:
         return read_tensor(stored)  # an old file with an unaligned header cannot be viewed
     return raw.view(dtype).view(shape)
-
-
-class OpenFiles:
-    """Read descriptors of some files, closed together."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._descriptors: dict[Path, int] = {}
-        try:
-            for path in paths:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            self.__exit__()
-            raise StorageError(
-                f"{error.filename}: {error.strerror}", path=error.filename, number=error.errno
-            ) from error
-
-    def descriptor(self, path: Path) -> int:
-        return self._descriptors[path]
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()

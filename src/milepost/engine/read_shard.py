@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import torch
 
+from milepost.engine.open_files import OpenFiles, in_groups_of_files
 from milepost.engine.proof import Proof
 from milepost.engine.read import (
     READ_PIECE_NBYTES,
-    OpenFiles,
     ReadOptions,
     StoredTensor,
     Task,
     fill_tasks,
-    in_groups_of_files,
     read_fully,
     report_bytes,
+    require_bytes,
     run_tasks,
 )
 from milepost.engine.source import Scratch, memory_of
@@ -192,6 +192,7 @@ class _Columns:
         begin = self._stored.start + self._rows[0] * row_nbytes
         aligned = begin - begin % mmap.ALLOCATIONGRANULARITY
         nbytes = (self._rows[1] - self._rows[0]) * row_nbytes
+        require_bytes(self._descriptor, self._stored.path, begin + nbytes)
         window = mmap.mmap(
             self._descriptor, begin - aligned + nbytes, access=mmap.ACCESS_COPY, offset=aligned
         )

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from milepost.engine.open_files import MAX_OPEN_FILES, OpenFiles
 from milepost.engine.read import (
-    MAX_OPEN_FILES,
-    OpenFiles,
     ReadOptions,
     StoredTensor,
     read_fully,
