@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,12 +19,15 @@ import pytest
 import torch
 
 import milepost as mp
+from milepost.engine import open_files
 from milepost.errors import (
     CheckpointError,
     CheckpointWarning,
+    DamagedError,
     InvalidInputError,
     StorageError,
 )
+from milepost.layouts.directory_copy import copy_checkpoint
 from milepost.storage import fileops
 from tests.manager.small_training import Training, same
 from tests.worlds import run_world
@@ -252,6 +256,53 @@ def test_a_kill_while_copying_leaves_nothing_torn_and_the_next_process_makes_up_
             assert all(mp.Checkpoint.open(e.path).verify().ok for e in listing.committed)
         resume(run, copies)
         assert steps_of(copies) == [1] and mp.list_run(copies).unfinished == ()
+
+
+@pytest.mark.parametrize("how", ["cut short", "a file is gone"])
+def test_a_torn_copy_is_replaced_by_a_whole_one(run: Path, copies: Path, how: str) -> None:
+    with mirrored(run, copies) as manager:
+        save_at(manager, Training(), 1)
+    copy = copies / "checkpoint-1"
+    if how == "cut short":
+        os.truncate(copy / WEIGHTS, 40)
+    else:
+        (copy / "training" / "state.json").unlink()
+    resume(run, copies)
+    assert files_of(copy) == files_of(run / "checkpoint-1")
+    listing = mp.list_run(copies)
+    assert (steps_of(copies), listing.torn, listing.unfinished) == ([1], (), ())
+
+
+def test_a_torn_copy_stays_when_the_checkpoint_is_damaged_too(run: Path, copies: Path) -> None:
+    with mirrored(run, copies) as manager:
+        save_at(manager, Training(), 1)
+    os.truncate(copies / "checkpoint-1" / WEIGHTS, 40)
+    torn = files_of(copies / "checkpoint-1")
+    flip(run / "checkpoint-1" / WEIGHTS)
+    with pytest.raises(DamagedError, match="are not those that were saved"):
+        copy_checkpoint(run / "checkpoint-1", copies / "checkpoint-1", mp.WriteOptions())
+    assert files_of(copies / "checkpoint-1") == torn
+
+
+def test_a_checkpoint_of_more_files_than_a_process_may_open_is_copied(
+    run: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(torch.full((64,), float(n))) for n in range(60)]
+    )
+    state = {"model": model}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with mirrored(run, copies) as manager:
+        monkeypatch.setattr(open_files, "MAX_OPEN_FILES", 20)
+        few = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        try:
+            manager.save(1, state, max_shard_size=256)
+            assert manager._steps is not None and manager._steps.mirroring.close(60)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(copies.glob("checkpoint-1/*.safetensors"))) == 60
+    assert files_of(copies / "checkpoint-1") == files_of(run / "checkpoint-1")
 
 
 # ---- resuming

@@ -10,10 +10,18 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from milepost.engine.read import OpenFiles, read_fully
+from milepost.engine.open_files import OpenFiles, in_groups_of_files
+from milepost.engine.read import read_fully
 from milepost.engine.source import Scratch, memory_of
 from milepost.engine.verify import find_bad_extents
-from milepost.engine.write import Durability, FileWrite, Piece, WriteOptions, write_files
+from milepost.engine.write import (
+    Durability,
+    FileWrite,
+    Piece,
+    WriteOptions,
+    create_files,
+    fill_files,
+)
 from milepost.errors import CheckpointError, DamagedError, NotFoundError, ReplacedError
 from milepost.format.digests import EXTENT_NBYTES, Extent, digest_of
 from milepost.format.manifest import MANIFEST_NAME, FileEntry
@@ -48,17 +56,16 @@ class _FileRange:
 def copy_checkpoint(source: Path, target: Path, options: WriteOptions) -> int:
     """Copy the checkpoint directory `source` to `target`, which appears whole or not at all.
 
-    Bytes copied; 0 when `target` holds that checkpoint already. Another checkpoint that has the
-    name is replaced. Files that are links in `source` become links to an earlier copy beside
-    `target`, where that has them and their bytes are proven there. What `source` holds beyond the
-    files of its manifest stays behind. `DamagedError` when its bytes are not those that were saved,
-    `NoSpaceError`, `StorageError`.
+    Bytes copied; 0 when `target` holds that checkpoint already, each file with its stated size.
+    What else has the name, such as a torn copy, is replaced. Files that are links in `source`
+    become links to an earlier copy beside `target`, where that has them and their bytes are proven
+    there. What `source` holds beyond the files of its manifest stays behind. `DamagedError` when
+    its bytes are not those that were saved, `NoSpaceError`, `StorageError`.
     """
     raw = _manifest_bytes(source)
     checkpoint = DirectoryCheckpoint(source)
     checkpoint_id = checkpoint.manifest.checkpoint_id
-    found = _id_at(target)
-    if found == checkpoint_id:
+    if _is_whole_at(target, raw):
         return 0
     if checkpoint.damage:
         name, how = checkpoint.damage[0]
@@ -104,6 +111,14 @@ def _id_at(path: Path) -> str | None:
         return read_manifest(path).checkpoint_id
     except CheckpointError:
         return None
+
+
+def _is_whole_at(target: Path, raw: bytes) -> bool:
+    """Whether the checkpoint with this manifest is at `target`, each file with its stated size."""
+    try:
+        return _manifest_bytes(target) == raw and not DirectoryCheckpoint(target).damage
+    except (CheckpointError, OSError):  # a copy that cannot be looked at is none
+        return False
 
 
 def _link_files(checkpoint: DirectoryCheckpoint, into: Path, options: WriteOptions) -> set[str]:
@@ -155,29 +170,35 @@ def _copy_files(
     options: WriteOptions,
 ) -> None:
     _make_parents((entry.name for entry in entries), into)
-    expected = [recorded_extents(checkpoint.path, entry) for entry in entries]
-    with OpenFiles([checkpoint.path / entry.name for entry in entries]) as files:
-        writes = [
-            _file_write(files, checkpoint.path / entry.name, into / entry.name, entry, extents)
-            for entry, extents in zip(entries, expected, strict=True)
-        ]
-        found = write_files(writes, options)
-    for entry, wanted, got in zip(entries, expected, found, strict=True):
-        _compare(checkpoint.path, entry, wanted, got)
+    create_files([_file_write(into, entry) for entry in entries])
+    for some in in_groups_of_files(entries, lambda entry: checkpoint.path / entry.name):
+        expected = [recorded_extents(checkpoint.path, entry) for entry in some]
+        with OpenFiles([checkpoint.path / entry.name for entry in some]) as files:
+            writes = [
+                _file_write(into, entry, _pieces(files, checkpoint.path, entry, extents))
+                for entry, extents in zip(some, expected, strict=True)
+            ]
+            found = fill_files(writes, options)
+        for entry, wanted, got in zip(some, expected, found, strict=True):
+            _compare(checkpoint.path, entry, wanted, got)
 
 
-def _file_write(
-    files: OpenFiles, source: Path, target: Path, entry: FileEntry, extents: Sequence[Extent]
-) -> FileWrite:
+def _file_write(into: Path, entry: FileEntry, pieces: tuple[Piece, ...] = ()) -> FileWrite:
+    return FileWrite(path=into / entry.name, pieces=pieces, file_nbytes=entry.nbytes)
+
+
+def _pieces(
+    files: OpenFiles, source: Path, entry: FileEntry, extents: Sequence[Extent]
+) -> tuple[Piece, ...]:
     """One piece for each recorded extent, so that what is hashed is what was recorded."""
-    descriptor = files.descriptor(source)
+    place = source / entry.name
+    descriptor = files.descriptor(place)
     spans = [(extent.start, extent.nbytes) for extent in extents] or [(0, entry.nbytes)]
-    pieces = [
-        Piece(start=start, source=_FileRange(descriptor, source, start, nbytes))
+    return tuple(
+        Piece(start=start, source=_FileRange(descriptor, place, start, nbytes))
         for start, nbytes in spans
         if nbytes
-    ]
-    return FileWrite(path=target, pieces=tuple(pieces), file_nbytes=entry.nbytes)
+    )
 
 
 def _compare(
