@@ -25,7 +25,7 @@ from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.world import forget_behind
 from milepost.engine.rendezvous import Conversation
 from milepost.engine.verdicts import pack_error, shared_error, unpack_error
-from milepost.errors import CheckpointError
+from milepost.errors import CheckpointError, InvalidInputError
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,8 @@ class SaveHandle:
     def wait(self, timeout_s: float | None = None) -> SaveReport:
         """Return when the checkpoint is committed on all ranks; raise what the save failed with.
 
-        `TimeoutError` after `timeout_s` seconds; the save goes on.
+        `TimeoutError` after `timeout_s` seconds; the save goes on. `InvalidInputError` in a process
+        that was forked meanwhile: the save is the parent's.
         """
         saves.hurry(self)
         wait([self._future], timeout_s)
@@ -85,6 +86,17 @@ class SaveHandle:
             self._future.set_exception(outcome)
         else:
             self._future.set_result(outcome)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the thread that would end the save is not here."""
+        self._future, self._told = Future(), True  # a lock of the old one may be held for ever
+        self._future.set_exception(
+            InvalidInputError(
+                f"{self.path}: step {self.step} is being saved by process {os.getppid()}; this "
+                f"process, {os.getpid()}, was forked from it and never hears how that ends; "
+                "wait for the handle in the parent, or before the fork"
+            )
+        )
 
     @property
     def is_untold(self) -> bool:
@@ -115,13 +127,18 @@ class SaveThread:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Also in a forked child: the saves are the parent's, and so is the thread."""
         self._guard = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._ended: deque[_Job] = deque()  # not yet asked whether they failed
         self._talks: list[Conversation] = []
         self._thread: threading.Thread | None = None
         self._handed_over = self._count_ended = self._taken = 0
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the saves are the parent's, and so is the thread."""
+        for job in self._jobs:
+            job.handle._leave_to_parent()
+        self._start_afresh()
 
     @property
     def count(self) -> int:
@@ -273,4 +290,4 @@ def wait_for_saves() -> None:
 
 # Before the threads of pools are told to end: a save in flight still needs them.
 getattr(threading, "_register_atexit", atexit.register)(saves.drain)
-os.register_at_fork(after_in_child=saves._start_afresh)
+os.register_at_fork(after_in_child=saves._leave_to_parent)
