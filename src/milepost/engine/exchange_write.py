@@ -4,6 +4,11 @@ With the exchange, the writer of a chunk gets its bytes, hashes them while they 
 them at their place. Without one (`mapped`), every rank copies what it holds into the mapped file,
 and the writer reads the chunk back for its digest when all have copied: for one host only, and
 never for a file that is also written past the page cache.
+
+A store into a map has no way to fail but SIGBUS, which ends the process. So maps are only of files
+whose blocks were reserved when they were created: a full disk or a quota is found there. They lie
+in a staging directory under the lease of the run, where nobody cuts them short. A device that fails
+while a page is faulted in still ends the process; the save is then torn and does not count.
 """
 
 from __future__ import annotations
@@ -21,10 +26,11 @@ import xxhash
 from torch import Tensor
 
 from milepost.engine.exchange import BufferPool, ExchangeStep, copy_boxes, run_exchange
+from milepost.engine.open_files import MAX_OPEN_FILES
 from milepost.engine.output import HASH_PIECE_NBYTES
-from milepost.engine.read import MAX_OPEN_FILES
 from milepost.engine.source import memory_of
 from milepost.engine.write import Durability, WriteOptions
+from milepost.errors import InvalidInputError
 from milepost.format.digests import EXTENT_NBYTES, Extent
 from milepost.plan.shares import CHUNK_NBYTES
 from milepost.storage import fileops
@@ -66,9 +72,12 @@ def copy_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> None:
     """Copy all that this rank holds of the steps to its place in the files, through maps of them.
 
     The files have their whole size, with blocks behind it. Durable when this returns, as asked.
+    `InvalidInputError`, and nothing is copied, where the file system cannot reserve blocks.
     """
     files = _Files(options.durability)
     try:
+        if steps:
+            _require_reserved(files.open(steps[0].path), steps[0].path)
         for step in steps:
             for parts in (step.own, *step.sends.values()):
                 for part in parts:
@@ -94,6 +103,19 @@ def digest_mapped(steps: Sequence[ExchangeStep], options: WriteOptions) -> dict[
     finally:
         files.close()
     return extents.finished()
+
+
+def _require_reserved(descriptor: int, path: Path) -> None:
+    """Refuse a file on a file system that cannot reserve: it was made with holes.
+
+    Where the first byte can be reserved, and changes nothing, the whole file has been.
+    """
+    if not fileops.reserve_file(descriptor, 1):
+        raise InvalidInputError(
+            f"{path}: inner_dim=InnerDim.MAPPED needs a file system that reserves space, and this "
+            "one cannot: when it is full, a write into a mapped file would end the process "
+            "(SIGBUS); use InnerDim.EXCHANGE"
+        )
 
 
 def _mapped(descriptor: int, start: int, end: int) -> Tensor:
