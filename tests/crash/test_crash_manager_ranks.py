@@ -166,7 +166,7 @@ def test_nor_by_any_other_fault_at_a_sample_of_them(
     matrix = matrix_of(scratch)
     others = [fault for fault in Fault if fault not in (Fault.KILL_BEFORE, Fault.EIO)]
     plans = matrix.plans(others)
-    explore(request, matrix, random.Random(4).sample(plans, min(60, len(plans))), check)
+    explore(request, matrix, random.Random(4).sample(plans, min(40, len(plans))), check)
 
 
 def test_an_error_while_links_are_compared_is_raised_on_both_ranks(

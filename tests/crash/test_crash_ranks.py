@@ -181,7 +181,7 @@ def test_one_rank_and_four_lose_nothing_either(
 ) -> None:
     matrix = matrix_of(ACTIONS[name], world_size, scratch)
     plans = matrix.plans(Fault)
-    explore(request, matrix, random.Random(world_size).sample(plans, min(120, len(plans))))
+    explore(request, matrix, random.Random(world_size).sample(plans, min(60, len(plans))))
 
 
 def test_ranks_go_on_after_a_fault_that_all_survive(scratch: Path) -> None:
