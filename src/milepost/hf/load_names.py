@@ -35,23 +35,23 @@ class NameComparison:
 def compare_with_class(directory: Path, shapes: Mapping[str, Sequence[int]]) -> NameComparison:
     """Compare the tensors of a directory, shapes by name, with the class its config.json names.
 
-    The model is built on the meta device: no memory, no weights, no code of the checkpoint.
+    Of quantised weights, `shapes` are those of the floats that they stand for. The model is built
+    on the meta device: no memory, no weights, no code of the checkpoint.
     """
     document, problem = attempt(lambda: json.loads((directory / "config.json").read_bytes()))
     if not isinstance(document, dict):
-        return _not_asked(f"there is no config.json ({problem})" if problem else "no config.json")
-    if "quantization_config" in document:
-        return _not_asked("the weights are quantised")
+        return not_compared(f"there is no config.json ({problem})" if problem else "no config.json")
     if find_spec("transformers") is None:
-        return _not_asked("transformers is not installed")
+        return not_compared("transformers is not installed")
     model, problem = attempt(partial(on_meta, directory, document))
     if model is None:
-        return _not_asked(f"transformers cannot build the model: {problem}")
+        return not_compared(f"transformers cannot build the model: {problem}")
     compared, problem = attempt(partial(_compare, model, shapes))
-    return compared if compared is not None else _not_asked(str(problem))
+    return compared if compared is not None else not_compared(str(problem))
 
 
-def _not_asked(why: str) -> NameComparison:
+def not_compared(why: str) -> NameComparison:
+    """Nothing was found, and a note says why nothing was looked for."""
     return NameComparison(notes=(f"names were not compared with the model's class: {why}",))
 
 
@@ -68,18 +68,34 @@ def on_meta(directory: Path, config: Mapping[str, Any]) -> Any:
         return transformers.AutoModel.from_config(made) if cls is None else cls(made)
 
 
-def _compare(model: Any, shapes: Mapping[str, Sequence[int]]) -> NameComparison:
+def unused_names(
+    directory: Path, config: Mapping[str, Any], names: Iterable[str]
+) -> frozenset[str]:
+    """Those of the stored `names` that the class of `config.json` puts nowhere, whether it declares
+    them so or not; none where transformers cannot be asked."""
+    found, _ = attempt(partial(_unused, directory, config, list(names)))
+    return frozenset(found or ())
+
+
+def _unused(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> set[str]:
+    model = on_meta(directory, config)
+    own = set(model.state_dict())
+    return {name for name, found in _loaded(model, names, own).items() if not found & own}
+
+
+def _loaded(model: Any, names: Iterable[str], own: set[str]) -> Mapping[str, set[str]]:
+    """Stored name to the runtime tensors that it fills."""
     from milepost.hf.hub_family import family_of, names_on_load
 
+    family = family_of(model)
+    return {n: {n} for n in names} if family is None else names_on_load(family, names, own)
+
+
+def _compare(model: Any, shapes: Mapping[str, Sequence[int]]) -> NameComparison:
     numels = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     own = set(numels)
     ties = declared_ties(model)
-    family = family_of(model)
-    loaded: Mapping[str, set[str]]
-    if family is None:
-        loaded = {name: {name} for name in shapes}
-    else:
-        loaded = names_on_load(family, shapes, own)
+    loaded = _loaded(model, shapes, own)
     filled = {runtime for found in loaded.values() for runtime in found if runtime in own}
     filled |= {alias for alias, source in ties.items() if source in filled}
     filled |= {source for alias, source in ties.items() if alias in filled}

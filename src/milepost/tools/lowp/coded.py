@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil, lcm, prod
@@ -155,7 +155,8 @@ class CodedTensors:
         make = partial(
             Coded, name=tensor.name, shape=shape, inputs={"codes": tensor, "scale": scale}
         )
-        if prod(scale.shape) == 1:
+        is_by_row = self.scheme.is_by_row(module)
+        if prod(scale.shape) == 1 and not (is_by_row and prod(shape[:-1]) != 1):
             return make(
                 decode=lambda t: t["codes"].float() * factor(t["scale"]).flatten(),
                 rows={"codes": 1},
@@ -184,6 +185,8 @@ class CodedTensors:
     def _refuse_shape(self, tensor: SourceTensor, scale: SourceTensor, block: Block | None) -> None:
         if block is None:
             wanted = "config.json states no blocks: expected a scale for all, or for each row"
+            if self.scheme.is_by_row(tensor.name.removesuffix(".weight")):
+                wanted = f"config.json states one for each row: expected {(*tensor.shape[:-1], 1)}"
         else:
             wanted = f"blocks are {block}: expected {_scales(tensor.shape, block)}"
         message = f"{scale.name}: shape {scale.shape} for a weight {tensor.shape}, but {wanted}"
@@ -194,7 +197,8 @@ class CodedTensors:
     ) -> Coded | None:
         """NVFP4 whose global scale is multiplied with."""
         shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
-        if not self._fits(tensor, scale, _scales(shape, (1, NVFP4_BLOCK)), "F8_E4M3"):
+        wanted = _scales(shape, (1, NVFP4_BLOCK))
+        if not self._fits(tensor, scale, wanted, "F8_E4M3", beside=[second]):
             return None
         return Coded(
             name=tensor.name,
@@ -220,18 +224,29 @@ class CodedTensors:
 
     def _packed(self, tensor: SourceTensor, stem: str) -> Coded | None:
         """`weight_packed` of compressed-tensors, or of block_scaled."""
-        scale = self.tensors.get(f"{stem}.weight_scale")
-        if scale is None:
-            return None
-        if self.scheme.method == "block_scaled":
-            return self._block_scaled(tensor, scale, stem)
-        divisor = self.tensors.get(f"{stem}.weight_global_scale")
-        if tensor.dtype != "U8":
+        is_block_scaled = self.scheme.method == "block_scaled"
+        if tensor.dtype != "U8" and not is_block_scaled:
             return None  # integers of other bits
+        parts = ("weight_scale", "weight_global_scale", "weight_shape")
+        beside = {p: self.tensors[f"{stem}.{p}"] for p in parts if f"{stem}.{p}" in self.tensors}
+        scale = beside.get("weight_scale")
+        wanted = ["weight_scale", *(["weight_shape"] if is_block_scaled else ())]
+        if scale is not None and scale.dtype == "F8_E4M3":
+            wanted.append("weight_global_scale")
+        lost = [f"{stem}.{part}" for part in wanted if part not in beside]
+        if lost:
+            message = f"{tensor.name}: codes without {', '.join(lost)}, so they are no values"
+            self._refuse(message, tensor, *beside.values())
+        if lost or scale is None:
+            return None
+        if is_block_scaled:
+            return self._block_scaled(tensor, scale, stem)
+        divisor = beside.get("weight_global_scale")
         if divisor is None:
             return self._mx_packed(f"{stem}.weight", tensor, scale)
         shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
-        if not self._fits(tensor, scale, _scales(shape, (1, NVFP4_BLOCK)), "F8_E4M3"):
+        wanted_scales = _scales(shape, (1, NVFP4_BLOCK))
+        if not self._fits(tensor, scale, wanted_scales, "F8_E4M3", beside=[divisor]):
             return None
         return Coded(
             name=f"{stem}.weight",
@@ -247,7 +262,7 @@ class CodedTensors:
         axes = document.get("weight_axes") or {}
         dims = len(tensor.shape)
         axis = int(axes.get(name, document.get("contraction_axis", -1))) % dims
-        stated = self.tensors.get(f"{stem}.weight_shape")
+        stated = self.tensors[f"{stem}.weight_shape"]
         multiplier = self.tensors.get(f"{stem}.weight_global_scale")
         shape = list(tensor.shape)
         is_packed = tensor.dtype == "U8"
@@ -255,7 +270,8 @@ class CodedTensors:
         block = MX_BLOCK if multiplier is None else NVFP4_BLOCK
         scales = [*shape[:axis], shape[axis] // block, *shape[axis + 1 :]]
         dtypes = ("U8",) if multiplier is None else ("F8_E4M3",)
-        if not self._fits(tensor, scale, tuple(scales), *dtypes) or stated is None:
+        beside = [stated, *([] if multiplier is None else [multiplier])]
+        if not self._fits(tensor, scale, tuple(scales), *dtypes, beside=beside):
             return None
         element = Element.E2M1 if is_packed else Element.E4M3
 
@@ -302,7 +318,12 @@ class CodedTensors:
         )
 
     def _fits(
-        self, codes: SourceTensor, scale: SourceTensor, shape: tuple[int, ...], *dtypes: str
+        self,
+        codes: SourceTensor,
+        scale: SourceTensor,
+        shape: tuple[int, ...],
+        *dtypes: str,
+        beside: Sequence[SourceTensor] = (),
     ) -> bool:
         if scale.shape == shape and scale.dtype in dtypes:
             return True
@@ -310,6 +331,7 @@ class CodedTensors:
             f"{scale.name}: {scale.dtype} {scale.shape}, expected {' or '.join(dtypes)} {shape}",
             codes,
             scale,
+            *beside,
         )
         return False
 

@@ -65,6 +65,18 @@ def document_of(
             return _block_scaled(target.format, weights, selection, scope)
 
 
+def is_of_a_layout(stated: object) -> bool:
+    """Whether a `quantization_config` is of the method and format of one that `document_of` writes:
+    then all that its weights consist of is known here."""
+    if not isinstance(stated, Mapping):
+        return False
+    method = stated.get("quant_method")
+    if method != "compressed-tensors":
+        return method in ("fp8", "mxfp8", "mxfp4", "block_scaled")
+    is_more = any(stated.get(key) for key in ("sparsity_config", "transform_config"))
+    return not is_more and stated.get("format") in _CT_FORMATS.values()
+
+
 def _ignored(selection: Selection, tied: dict[str, str], modules: Mapping[str, str]) -> list[str]:
     """Modules that are not quantised; of a bank also the experts that readers split it into. Norms
     too: some readers look for scales beside every weight that is not listed. Some readers compare

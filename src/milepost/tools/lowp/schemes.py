@@ -53,6 +53,10 @@ class Scheme:
         rows, columns = (int(part) for part in stated)
         return rows, columns
 
+    def is_by_row(self, module: str) -> bool:
+        """Whether the config states one scale for each row of the weight of `module`."""
+        return self._weights_of(module).get("strategy") == "channel"
+
     def _weights_of(self, module: str) -> Mapping[str, Any]:
         """`weights` of the config group that is for a module: by its name first, then by class."""
         groups = self.document.get("config_groups")
