@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -35,6 +36,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 QUICK = ["plain", "dora", "head-saved", "tokens"]
 VARIANTS = [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SETTINGS]
+
+
+def written_by_peft(model: PeftModel, directory: Path) -> Path:
+    model.save_pretrained(str(directory))
+    return directory
 
 
 def trained(variant: str, seed: int = 5) -> tuple[Any, torch.optim.Optimizer]:
@@ -175,22 +181,47 @@ def test_weights_and_marker_are_one_commit_that_names_adapter_and_base(tmp_path:
 
 
 @pytest.mark.case("V50")
-@pytest.mark.parametrize("prefix", ["base_model.model.", "base_model.model.model.", ""])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "base_model.model.model.",
+        "base_model.model.model.model.",
+        "model.",
+        "base_model.model.language_model.model.",
+        "base_model.model.model.language_model.",
+        "language_model.model.",
+    ],
+)
 def test_known_prefixes_of_other_writers_are_understood(prefix: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model = adapted()
-    model.save_pretrained(tmp_path / "stock")
-    place = tmp_path / "stock" / "adapter_model.safetensors"
-    tensors = {
-        prefix + name.removeprefix("base_model.model."): tensor
-        for name, tensor in tensors_of(tmp_path / "stock").items()
-    }
-    save_file(tensors, place)
+    stock = written_by_peft(model, tmp_path / "stock")
+    tensors = tensors_of(stock)
+    renamed = {prefix + n.removeprefix("base_model.model.model."): t for n, t in tensors.items()}
+    save_file(renamed, stock / "adapter_model.safetensors")
     second = adapted(9)
-    report = mp.load(tmp_path / "stock", {"model": second})
+    report = mp.load(stock, {"model": second})
     assert report.level is mp.Level.WEIGHTS_ONLY
     assert torch.equal(logits(second), logits(model))
+
+
+@pytest.mark.case("V50")
+def test_an_adapter_with_a_layer_too_few_or_too_many_is_refused(tmp_path: Path) -> None:
+    stock = written_by_peft(adapted(), tmp_path / "stock")
+    tensors = tensors_of(stock)
+    short = {n: t for n, t in tensors.items() if "layers.1." not in n}
+    second = adapted(9)
+    before = logits(second)
+    save_file(short, stock / "adapter_model.safetensors")
+    with pytest.raises(
+        mp.errors.KeyMismatchError, match=r"6 missing, 0 unex.*layers\.1\."
+    ) as caught:
+        mp.load(stock, {"model": second})
+    assert len(caught.value.missing) == 6 and not caught.value.unexpected
+    third = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items()}
+    save_file(tensors | third, stock / "adapter_model.safetensors")
+    with pytest.raises(mp.errors.KeyMismatchError, match=r"0 missing, 6 unex.*layers\.2\."):
+        mp.load(stock, {"model": second})
+    assert torch.equal(logits(second), before)
 
 
 @pytest.mark.case("V50")
@@ -208,6 +239,29 @@ def test_an_adapter_of_which_nothing_or_not_all_fits_is_refused_with_both_sides(
     fewer = adapted(target_modules=["q_proj", "o_proj"])
     with pytest.raises(mp.errors.KeyMismatchError, match="down_proj"):
         mp.load(place, {"model": fewer})
+
+
+@pytest.mark.parametrize(
+    ("live", "told"),
+    [
+        ({"r": 8, "lora_alpha": 16}, r"q_proj: saved with rank 4, has rank 8"),
+        (
+            {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 4}},
+            r"layers\.0\.self_attn\.o_proj: saved with rank 4, has rank 2; model\.layers\.1",
+        ),
+    ],
+    ids=["all", "pattern"],
+)
+def test_factors_of_another_rank_at_equal_scaling_are_refused_with_both_ranks(
+    live: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "checkpoint-1"
+    mp.save(place, {"model": adapted()}, step=1)
+    second = adapted(9, **live)
+    with pytest.raises(mp.errors.MismatchError, match=told):
+        mp.load(place, {"model": second})
+    report = mp.load(place, {"model": second}, shape=mp.ShapePolicy.SKIP)
+    assert report.models["model"].skipped
 
 
 def test_an_adapter_is_not_loaded_into_a_model_that_has_none(tmp_path: Path) -> None:

@@ -53,6 +53,91 @@ def encoded(model: Any) -> torch.Tensor:
     return found
 
 
+def adapt(model: Any, **settings: Any) -> Any:
+    """An adapter on the backbone of an embedding model."""
+    wanted = {"r": 4, "lora_alpha": 8, "target_modules": ["query", "value"], **settings}
+    inject_adapter_in_model(LoraConfig(**wanted), backbone(model))
+    randomise(backbone(model), 5)
+    return backbone(model)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of an embedding model with the adapter folded in and beside it."""
+    model = embedding_model(tmp_path / "bert")
+    mp.save(
+        tmp_path / "run" / "checkpoint-1",
+        {"model": adapt(model)},
+        step=1,
+        adapters=mp.Adapters.MERGED,
+        processing_class=model.tokenizer,
+    )
+    return tmp_path / "run" / "checkpoint-1"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other target modules": (
+        {"target_modules": ["query", "key"]},
+        r"missing: .*self\.key\.lora_A.*; unexpected: .*self\.value\.lora_A",
+    ),
+    "another rank": (
+        {"r": 8, "lora_alpha": 16},
+        r"another rank.*self\.query: saved with rank 4, has rank 8",
+    ),
+    "another scaling": ({"lora_alpha": 4}, r"scaled in another way.*saved with 2, is 1"),
+    "stabilised": ({"use_rslora": True}, r"scaled in another way.*saved with 2, is 4"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_embedding_model_that_is_adapted_otherwise_is_refused(
+    case: str, saved: Path, tmp_path: Path
+) -> None:
+    settings, told = REFUSED[case]
+    model = embedding_model(tmp_path / "bert")
+    inner = adapt(model, **settings)
+    before = encoded(model)
+    for weights in mp.Weights:
+        with pytest.raises(mp.errors.MismatchError, match=told):
+            mp.load(saved, {"model": inner}, weights=weights)
+    assert torch.equal(encoded(model), before)
+
+
+def test_an_embedding_run_that_is_built_from_its_merged_checkpoint_is_refused(saved: Path) -> None:
+    model = sentence_transformers.SentenceTransformer(str(saved), device="cpu")
+    inner = adapt(model)
+    for weights in mp.Weights:
+        with pytest.raises(mp.errors.MismatchError, match="which contain it already"):
+            mp.load(saved, {"model": inner}, weights=weights)
+
+
+def test_a_marked_embedding_checkpoint_without_its_adapter_is_refused(
+    saved: Path, tmp_path: Path
+) -> None:
+    inner = adapt(embedding_model(tmp_path / "bert"))
+    (saved / "resume_adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(mp.errors.DamagedError, match=r"adapter_model\.safetensors is missing"):
+        mp.load(saved, {"model": inner})
+    (saved / "milepost.json").unlink()  # as other programs leave such a directory
+    with pytest.raises(mp.errors.CheckpointIncompleteError, match=r"adapter_model\.safetensors"):
+        mp.load(saved, {"model": inner})
+
+
+def test_a_marked_embedding_checkpoint_is_none_of_a_full_fine_tune_and_the_other_way_round(
+    saved: Path, tmp_path: Path
+) -> None:
+    full = backbone(embedding_model(tmp_path / "bert"))
+    state = {"model": full, "optimizer": torch.optim.AdamW(full.parameters())}
+    with pytest.raises(mp.errors.MismatchError, match="no adapter to go on training"):
+        mp.load(saved, state)
+    unmarked = tmp_path / "full" / "checkpoint-1"
+    mp.save(unmarked, state, step=1)
+    inner = adapt(embedding_model(tmp_path / "bert"))
+    for weights in mp.Weights:
+        with pytest.raises(mp.errors.MismatchError, match="the checkpoint holds none"):
+            mp.load(unmarked, {"model": inner}, weights=weights)
+
+
 def test_an_adapter_folded_into_an_embedding_model_loads_as_one(tmp_path: Path) -> None:
     model = embedding_model(tmp_path / "bert")
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["query", "value"])

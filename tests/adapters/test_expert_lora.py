@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,21 +93,28 @@ def test_adapters_on_fused_experts_load_in_peft_and_merge_to_what_they_say(
     assert torch.equal(logits(second), logits(model))
 
 
-def declare(model: Any, seed: int = 5, *, use_rslora: bool = False) -> Any:
-    """Factors of a trainer's own on every experts module, the base frozen."""
+def declare(
+    model: Any,
+    seed: int = 5,
+    *,
+    use_rslora: bool = False,
+    r: int = 2,
+    projections: Sequence[str] = ("gate_up_proj", "down_proj"),
+) -> Any:
+    """Factors of a trainer's own on every experts module, the base frozen; alpha is 3 r."""
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for module in list(model.modules()):
         if not hasattr(module, "gate_up_proj") or not hasattr(module, "num_experts"):
             continue
         factors = {}
-        for projection in ("gate_up_proj", "down_proj"):
+        for projection in projections:
             experts, outer, inner = getattr(module, projection).shape
-            for ending, shape in (("A", (experts, inner, 2)), ("B", (experts, 2, outer))):
+            for ending, shape in (("A", (experts, inner, r)), ("B", (experts, r, outer))):
                 value = torch.randn(shape, generator=generator) * 0.1
                 module.register_parameter(f"{projection}_{ending}", nn.Parameter(value))
             factors[projection] = (f"{projection}_A", f"{projection}_B")
-        lora = mp.ExpertLora(r=2, alpha=6, use_rslora=use_rslora, factors=factors)
+        lora = mp.ExpertLora(r=r, alpha=3 * r, use_rslora=use_rslora, factors=factors)
         mp.declare_expert_lora(module, lora)
     return model
 
@@ -178,11 +186,57 @@ def test_declared_experts_beside_an_adapter_of_peft_are_one_mixed_file(tmp_path:
     assert all(torch.equal(found[name], param) for name, param in model.named_parameters())
 
 
-def test_experts_that_are_adapted_otherwise_are_refused(tmp_path: Path) -> None:
+OTHERWISE: dict[str, tuple[Callable[[Any], Any], type[mp.errors.CheckpointError], str]] = {
+    "scaling": (
+        lambda model: declare(model, use_rslora=True),
+        mp.errors.MismatchError,
+        r"experts: saved with 3, are 4\.24",
+    ),
+    "rank": (
+        lambda model: declare(model, r=4),
+        mp.errors.MismatchError,
+        r"experts: saved with rank 2, have rank 4",
+    ),
+    "fewer projections": (
+        lambda model: declare(model, projections=["down_proj"]),
+        mp.errors.MismatchError,
+        r"experts: saved for down_proj, gate_up_proj, are adapted at down_proj",
+    ),
+    "one layer alone": (
+        lambda model: (declare(model.requires_grad_(False).model.layers[0]), model)[1],
+        mp.errors.KeyMismatchError,
+        r"0 missing, 4 unexpected .*: model\.layers\.1\.mlp\.experts\.gate_up_proj\.lora_A",
+    ),
+    "no layer": (
+        lambda model: model,
+        mp.errors.KeyMismatchError,
+        r"holds an adapter \(EXPERT_LORA, 8 tensors\), and model has none to fill",
+    ),
+    "peft's on the same experts": (
+        lambda _: with_parameters("qwen3_moe"),
+        mp.errors.MismatchError,
+        r"of the kind EXPERT_LORA, model has one of the kind LORA",
+    ),
+    "experts that lie elsewhere": (
+        lambda model: nn.ModuleDict({"tower": declare(model)}),
+        mp.errors.KeyMismatchError,
+        r"none of its 8 tensors is one of the 8 .* holds model\.layers.* wants tower\.model\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_factors_of_experts_that_the_model_cannot_receive_are_refused_with_both_sides(
+    case: str, tmp_path: Path
+) -> None:
+    make, error, told = OTHERWISE[case]
     mp.save(tmp_path / "checkpoint-1", {"model": declare(family("qwen3_moe"))}, step=1)
-    other = declare(family("qwen3_moe"), use_rslora=True)
-    with pytest.raises(mp.errors.MismatchError, match="experts: saved with 3, are"):
-        mp.load(tmp_path / "checkpoint-1", {"model": other})
+    model = make(family("qwen3_moe"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=told):
+        mp.load(tmp_path / "checkpoint-1", {"model": model})
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def cut(model: Any) -> Any:

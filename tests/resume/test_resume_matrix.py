@@ -5,20 +5,48 @@ The models are of real architectures and held as transformers holds them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 
 import milepost as mp
+from milepost_trainer.parallel import MeshSizes, ParallelModel, build
 from tests.parallel import expert_models as experts
-from tests.parallel.expert_models import EP, EP_FSDP, FSDP, ONE, TP, TP_FSDP, Mode, world_size
+from tests.parallel.expert_models import EP, EP_FSDP, FSDP, ONE, TP, TP_FSDP, Mode
 from tests.worlds import run_world
 
 FAMILY = "Qwen3Moe"
 BEST = mp.BestMetric("eval_loss")
-MODES = [FSDP, TP, EP, EP_FSDP, TP_FSDP]
+CP: Mode = {"cp_size": 2}
+MODES = [FSDP, TP, EP, EP_FSDP, TP_FSDP, CP]
+Train: TypeAlias = Callable[[torch.optim.Optimizer, range], None]
+
+
+def world_size(mode: Mode) -> int:
+    return experts.world_size(mode) * mode.get("cp_size", 1)
+
+
+def held(base: Path, mode: Mode) -> tuple[Any, Train]:
+    """The model as `mode` says, and what trains it; transformers has no context parallelism."""
+    if "cp_size" not in mode:
+        model = experts.build(base, mode)
+        return model, partial(experts.train, model)
+    parallel = build(str(base), MeshSizes(cp=mode["cp_size"]))
+    return parallel.model, partial(train_columns, parallel)
+
+
+def train_columns(parallel: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """As `experts.train`, each rank with its columns of the sequences."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(3, 64, (2, 8), generator=generator)
+        parallel.train_step({"input_ids": tokens, "labels": tokens})
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def named(mode: Mode) -> str:
@@ -27,14 +55,14 @@ def named(mode: Mode) -> str:
 
 def run_of(rank: int, size: int, base: Path, mode: Mode, run: Path) -> Any:
     """Three steps with three saves; every value after the second."""
-    model = experts.build(base, mode)
+    model, train = held(base, mode)
     optimizer = experts.optimizer_of(model)
     state = {"model": model, "optimizer": optimizer}
     kept: dict[str, torch.Tensor] = {}
     with mp.CheckpointManager(run, best=BEST) as manager:
         manager.resume(state)
         for step, loss in {1: 0.9, 2: 0.3, 3: 0.5}.items():
-            experts.train(model, optimizer, range(step, step + 1))
+            train(optimizer, range(step, step + 1))
             if step == 2:
                 kept = experts.values(model, optimizer)
             manager.save(step, state, metrics={"eval_loss": loss})
@@ -49,7 +77,7 @@ def built_from_it(rank: int, size: int, base: Path, mode: Mode, run: Path) -> An
             manager.checkpoint_to_resume(), config, parallelism
         )
         assert source.origin is mp.WeightsOrigin.CHECKPOINT and source.path is not None
-        model = experts.build(Path(source.path), mode)
+        model, _ = held(Path(source.path), mode)
         optimizer = experts.optimizer_of(model)
         report = manager.resume(
             {"model": model, "optimizer": optimizer}, weights=mp.Weights.ALREADY_READ
@@ -60,7 +88,7 @@ def built_from_it(rank: int, size: int, base: Path, mode: Mode, run: Path) -> An
 
 
 def built_from_base(rank: int, size: int, base: Path, mode: Mode, run: Path) -> str:
-    model = experts.build(base, mode)
+    model, _ = held(base, mode)
     with (
         mp.CheckpointManager(run, resume=True, best=BEST) as manager,
         pytest.raises(mp.errors.MismatchError, match="so training would go on from weights"),
@@ -70,9 +98,9 @@ def built_from_base(rank: int, size: int, base: Path, mode: Mode, run: Path) -> 
 
 
 def warm(rank: int, size: int, base: Path, mode: Mode, run: Path) -> Any:
-    model = experts.build(base, mode)
+    model, train = held(base, mode)
     optimizer = experts.optimizer_of(model)
-    experts.train(model, optimizer, range(7, 8))
+    train(optimizer, range(7, 8))
     with mp.CheckpointManager(run, resume=True, best=BEST) as manager:
         report = manager.resume({"model": model, "optimizer": optimizer}, moments=mp.Moments.FRESH)
     assert report is not None
@@ -80,7 +108,7 @@ def warm(rank: int, size: int, base: Path, mode: Mode, run: Path) -> Any:
 
 
 def best_of(rank: int, size: int, base: Path, mode: Mode, run: Path) -> Any:
-    model = experts.build(base, mode)
+    model, _ = held(base, mode)
     with mp.CheckpointManager(run, resume=True, best=BEST) as manager:
         report = manager.load_best({"model": model})
     return report.step, experts.weights(model)
@@ -110,7 +138,7 @@ def test_a_model_built_from_the_checkpoint_goes_on_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [EP, TP_FSDP], ids=named)
+@pytest.mark.parametrize("mode", [EP, TP_FSDP, CP], ids=named)
 def test_a_model_built_from_the_base_is_refused(base: Path, tmp_path: Path, mode: Mode) -> None:
     run_world(world_size(mode), run_of, base, mode, tmp_path / "run")
     found = run_world(world_size(mode), built_from_base, base, mode, tmp_path / "run")
@@ -120,7 +148,7 @@ def test_a_model_built_from_the_base_is_refused(base: Path, tmp_path: Path, mode
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(EP, TP), (EP_FSDP, ONE), (TP_FSDP, EP)],
+    [(EP, TP), (EP_FSDP, ONE), (TP_FSDP, EP), (CP, TP)],
     ids=lambda mode: named(mode),
 )
 def test_a_warm_restart_goes_on_from_the_weights_on_another_topology(

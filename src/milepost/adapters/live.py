@@ -115,14 +115,17 @@ class LiveAdapter:
         """A canonical prefix as it is called inside the adapted model."""
         return prefix.removeprefix(self.root)
 
-    def scalings(self) -> Iterator[tuple[str, float]]:
-        """For each module or parameter that has low-rank factors of peft, what scales them."""
+    def scalings(self) -> Iterator[tuple[str, int, float]]:
+        """For each module or parameter that has low-rank factors of peft, their rank and what
+        scales them."""
         for prefix, layer in self.layers.items():
             scales = getattr(layer, "scaling", None)
             if isinstance(scales, Mapping) and self.name in scales:
                 path = without_wrappers(self.inner(prefix)).rstrip(".")
                 parameter = getattr(layer, "parameter_name", None)
-                yield f"{path}.{parameter}" if parameter else path, float(scales[self.name])
+                rank: Any = layer.r
+                full = f"{path}.{parameter}" if parameter else path
+                yield full, int(rank[self.name]), float(scales[self.name])
 
     @property
     def settings(self) -> ExpertSettings | None:

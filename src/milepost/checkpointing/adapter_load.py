@@ -39,6 +39,7 @@ from milepost.state.leaves import Leaves, collect_leaves
 from milepost.state.mismatch import first_few
 from milepost.state.model_plan import StoredInfo, plan_restore_model
 from milepost.state.names import FQN, Model
+from milepost.state.policies import ShapePolicy
 from milepost.state.tensors import global_shape
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def plan_adapter(
     else:
         _check_kind(saved, live, key)
         _check_scaling(saved, live, key)
+        if policies.shape is ShapePolicy.ERROR:
+            _check_ranks(saved, live, key)
         live_names_of = _wanted(model, leaves, live, saved)
         tokens = other_vocabulary(
             model,
@@ -307,9 +310,9 @@ def _require_same_files(
 ) -> None:
     """Refuse when ranks see different adapters; collective."""
     seen = json.dumps([sorted(infos.items()), saved.config.document], sort_keys=True, default=str)
-    own = xxhash.xxh3_128(seen.encode()).digest()
-    for rank, other in enumerate(talk.gather(f"adapter-seen/{key}", own)):
-        if other != own:
+    digests = talk.gather(f"adapter-seen/{key}", xxhash.xxh3_128(seen.encode()).digest())
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise MismatchError(
                 f"{saved.directory}: rank 0 and rank {rank} see different adapters there; give "
                 "every rank the same files"
@@ -327,19 +330,34 @@ def _check_kind(saved: StoredAdapter, live: LiveAdapter, key: str) -> None:
 
 def _check_scaling(saved: StoredAdapter, live: LiveAdapter, key: str) -> None:
     """Refuse factors that would be multiplied by something else than in training."""
-    differing = list(_differing(saved.config, live))
+    differing = list(_other_scaling(saved.config, live))
     if differing:
-        more = "" if len(differing) <= _SHOWN else f", and {len(differing) - _SHOWN} more"
         raise MismatchError(
             f"{saved.directory}/adapter_config.json: the adapter of {key} is scaled in another way "
-            f"than when it was saved: {'; '.join(differing[:_SHOWN])}{more}; build it with the "
-            "saved r, lora_alpha, use_rslora and patterns"
+            f"than when it was saved: {_told(differing)}; build it with the saved r, lora_alpha, "
+            "use_rslora and patterns"
         )
 
 
-def _differing(config: AdapterConfig, live: LiveAdapter) -> Iterator[str]:
+def _check_ranks(saved: StoredAdapter, live: LiveAdapter, key: str) -> None:
+    """Refuse factors of another rank, which another alpha can scale alike."""
+    differing = list(_other_rank(saved.config, live))
+    if differing:
+        raise MismatchError(
+            f"{saved.directory}/adapter_config.json: the adapter of {key} has another rank than "
+            f"the one that was saved: {_told(differing)}; build it with the saved r and "
+            "rank_pattern"
+        )
+
+
+def _told(differing: list[str]) -> str:
+    more = "" if len(differing) <= _SHOWN else f", and {len(differing) - _SHOWN} more"
+    return "; ".join(differing[:_SHOWN]) + more
+
+
+def _other_scaling(config: AdapterConfig, live: LiveAdapter) -> Iterator[str]:
     if config.lora is not None:
-        for path, scale in live.scalings():
+        for path, _, scale in live.scalings():
             saved = config.lora.scaling(path)
             if saved != scale:
                 yield f"{path}: saved with {saved:g}, is {scale:g}"
@@ -352,3 +370,14 @@ def _differing(config: AdapterConfig, live: LiveAdapter) -> Iterator[str]:
                 f"experts: saved for {', '.join(sorted(config.experts.projections))}, are adapted "
                 f"at {', '.join(sorted(settings.projections))}"
             )
+
+
+def _other_rank(config: AdapterConfig, live: LiveAdapter) -> Iterator[str]:
+    if config.lora is not None:
+        for path, rank, _ in live.scalings():
+            saved = config.lora.rank(path)
+            if saved != rank:
+                yield f"{path}: saved with rank {saved}, has rank {rank}"
+    settings = live.settings
+    if config.experts is not None and settings is not None and config.experts.r != settings.r:
+        yield f"experts: saved with rank {config.experts.r}, have rank {settings.r}"

@@ -26,6 +26,7 @@ from milepost.adapters.fold import Change, changes_of
 from milepost.adapters.kinds import ADAPTER_CONFIG, ADAPTER_STEM, RESUME_ADAPTER
 from milepost.adapters.live import LiveAdapter, find_adapter
 from milepost.adapters.names import PREFIX
+from milepost.adapters.shapes import misfits
 from milepost.checkpointing.capture import AttachedSet, Captured, State
 from milepost.engine.rendezvous import Conversation
 from milepost.errors import InvalidInputError
@@ -138,7 +139,7 @@ class _Taken:
         self._check()
 
     def _check(self) -> None:
-        """Refuse an adapter without tensors, on all ranks, or with tensors without elements."""
+        """Refuse an adapter without tensors, on all ranks, or with tensors that are not whole."""
         if not self._anywhere("tensors", self.tensors):
             raise InvalidInputError(
                 f"{self.key}: the adapter of the model has no tensors, so its file would be empty; "
@@ -151,6 +152,11 @@ class _Taken:
                     "placeholder of a tensor that lies elsewhere (ZeRO-3, FSDP1); gather it, or "
                     "shard with fully_shard; nothing was written"
                 )
+        for misfit in () if self.live is None else misfits(self.live):
+            raise InvalidInputError(
+                f"{self.key}: {misfit}: a rank's part stands in the place of the whole; leave it "
+                "a DTensor, or say what it is a slice of (declare_placement); nothing was written"
+            )
 
     def _anywhere(self, what: str, own: Mapping[FQN, str]) -> bool:
         """Whether any rank has such tensors; collective."""

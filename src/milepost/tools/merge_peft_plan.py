@@ -28,6 +28,7 @@ from milepost.errors import InvalidInputError
 from milepost.hf.expert_layouts import DOWN, EXPERT_NAMES, GATE_UP, UP
 from milepost.tools.merge_peft_adapter import OpenedAdapter
 from milepost.tools.merge_peft_base import Bank, BaseIndex
+from milepost.tools.merge_peft_coverage import refuse_partial
 from milepost.tools.merge_peft_edits import (
     BiasEdit,
     Factors,
@@ -44,8 +45,8 @@ _LISTED = 6
 
 
 def plan_adapter(adapter: OpenedAdapter, base: BaseIndex, problems: Problems) -> AdapterPlan:
-    """What the adapter does to the base. Unknown tensors, and factors without a counterpart or a
-    place in the base, are refused with both sides named."""
+    """What the adapter does to the base. Unknown tensors, factors without a counterpart or a place
+    in the base, and an adapter of which a part is missing are refused with both sides named."""
     stored = _without_copies(adapter.source.tensors)
     planner = _Planner(adapter, base, stored)
     groups = by_module(stored)
@@ -61,6 +62,8 @@ def plan_adapter(adapter: OpenedAdapter, base: BaseIndex, problems: Problems) ->
             lost += roles.values()
     if lost:
         problems.refuse(_unmatched(adapter, base, lost))
+    else:
+        problems.attempt(partial(refuse_partial, adapter, base, groups, own))
     for module in dict.fromkeys(module for module, _, _ in groups):
         held = {key[1:]: roles for key, roles in groups.items() if key[0] == module}
         if not any(name in lost for roles in held.values() for name in roles.values()):
