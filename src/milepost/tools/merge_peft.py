@@ -11,8 +11,9 @@ from typing import Any
 
 from milepost.adapters.kinds import ADAPTER_CONFIG
 from milepost.errors import InvalidInputError
-from milepost.storage.fileops import PathLike
-from milepost.tools.carried import Carried, carried_files
+from milepost.storage.fileops import PathLike, remove_tree
+from milepost.tools.carried import Carried
+from milepost.tools.dequantize import dequantize
 from milepost.tools.lowp.floats import FloatSource, as_floats
 from milepost.tools.lowp.schemes import quantised_by
 from milepost.tools.merge_peft_adapter import (
@@ -33,7 +34,7 @@ from milepost.tools.merge_peft_config import (
 )
 from milepost.tools.merge_peft_edits import Difference, Differences
 from milepost.tools.merge_peft_groups import Merging, TiedDelta
-from milepost.tools.merge_peft_verify import verify_outputs
+from milepost.tools.merge_peft_verify import unverifiable, verify_outputs
 from milepost.tools.merging.vocabulary import TOKENIZER
 from milepost.tools.rewrite.cards import Relation, RelationKind, hub_id_of
 from milepost.tools.rewrite.dtypes import float_type
@@ -42,10 +43,12 @@ from milepost.tools.rewrite.problems import Problems
 from milepost.tools.rewrite.report import RewriteReport
 from milepost.tools.rewrite.rewrite import Rewrite
 from milepost.tools.rewrite.run import run_rewrite
-from milepost.tools.rewrite.source import Source, open_source
+from milepost.tools.rewrite.source import open_source
 
 VERB = "merge-peft-adapters"
 PARKED = "original_adapter_config"
+_DEQUANTISED = ".base"
+"""A quantised base as floats, in the hidden output while it is verified."""
 _TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
                     "added_tokens.json", "chat_template.jinja")  # fmt: skip
 
@@ -55,7 +58,7 @@ class Compare(Enum):
 
     NOTHING = "nothing"
     OUTPUTS = "outputs"
-    """transformers and peft run base and adapter, and transformers the output, on some tokens."""
+    """transformers and peft run base and adapters, and transformers the output, on some tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,19 +138,9 @@ class _Merge:
                 problems.refuse(f"{adapter.directory}: the same adapter was given more than once")
             problems.attempt(partial(refuse_merged_twice, adapter, self.source))
             problems.attempt(partial(refuse_other_base, adapter, self.source))
-        if self._compare is Compare.OUTPUTS and (
-            len(self.adapters) > 1
-            or self.adapters[0].weight != 1.0
-            or self.adapters[0].config.experts is not None
-        ):
-            problems.refuse(
-                "--verify compares with one adapter of peft's own kinds, at weight 1; leave it out"
-            )
-        if self._compare is Compare.OUTPUTS and isinstance(self.source, FloatSource):
-            problems.refuse(
-                f"--verify runs the base, and {self.source.path} is quantised: leave it out, or "
-                "merge onto the output of milepost dequantize"
-            )
+        if self._compare is Compare.OUTPUTS:
+            for problem in unverifiable(self.adapters):
+                problems.refuse(problem)
 
     def rewrite(self) -> Rewrite:
         merging = self.merging
@@ -159,7 +152,7 @@ class _Merge:
             arguments=self._arguments(),
             edit_config=self._edit_config,
             relation=self._relation(),
-            dropped={**self._dropped(), **merging.dropped},
+            dropped={**self.source.dropped, **merging.dropped},
             tied=merging.ties(),
             counts={"tensors to change": len(merging.edited)},
             notes=[*self._notes(), *merging.notes],
@@ -198,18 +191,13 @@ class _Merge:
     def _dequantised(self) -> dict[str, str]:
         """The method by which the base was quantised, for provenance."""
         source = self.source
-        if not isinstance(source, FloatSource):
-            return {}
-        return {"dequantised": str(quantised_by(source.stored))}
-
-    def _dropped(self) -> Mapping[str, str]:
-        return self.source.dropped if isinstance(self.source, FloatSource) else {}
+        return {"dequantised": str(quantised_by(source.stored))} if source.decoded else {}
 
     def _notes(self) -> list[str]:
         source = self.source
         types = ", ".join(sorted({t.dtype for t in source.tensors.values()}))
         notes = [f"merged onto {source.path} ({types})"]
-        if isinstance(source, FloatSource):
+        if source.decoded:
             notes = [
                 f"merged onto the dequantised base {source.path}: {len(source.decoded)} weights "
                 f"were quantised ({quantised_by(source.stored)}) and are read as floats ({types})"
@@ -223,11 +211,7 @@ class _Merge:
     # ---- beside the weights
 
     def _aux(self) -> Carried:
-        source = self.source
-        if isinstance(source, FloatSource):
-            carried = source.carried()
-        else:
-            carried = carried_files(source.checkpoint)
+        carried = self.source.carried()
         for adapter in self.adapters:
             name = f"{PARKED}/{ADAPTER_CONFIG}"
             number = 1
@@ -259,7 +243,7 @@ class _Merge:
 
     def _edit_config(self, document: dict[str, Any]) -> list[str]:
         merging = self.merging
-        notes = self.source.edit_config(document) if isinstance(self.source, FloatSource) else []
+        notes = self.source.edit_config(document)
         notes += set_vocabulary(document, merging.vocabulary)
         if merging.untied:
             notes += set_untied(document, merging.untied)
@@ -292,20 +276,32 @@ class _Merge:
                 "rounding to the stored dtype (--dtype float32 keeps them)"
             )
         if self._compare is Compare.OUTPUTS:
-            adapter = self.adapters[0].directory
-            rewrite.notes += verify_outputs(self.source.path, adapter, directory, self.task)
+            rewrite.notes += self._verify(directory)
+
+    def _verify(self, directory: Path) -> list[str]:
+        """Of a quantised base, the floats that were merged onto are written for transformers."""
+        source = self.source
+        if not source.decoded:
+            return verify_outputs(source.path, self.adapters, directory, self.task)
+        base = directory / _DEQUANTISED
+        dtype = source.tensors[min(source.decoded)].dtype
+        try:
+            dequantize(source.path, base, dtype=dtype, options=RewriteOptions(is_durable=False))
+            return verify_outputs(base, self.adapters, directory, self.task)
+        finally:
+            remove_tree(base)
 
 
-def open_base(path: Path, dtype: str | None) -> Source:
-    """The base of a merge, its weights as floats if it is quantised: in fp32 when the output has a
-    `dtype` of its own, else in the type that they are kept in once they are dequantised.
+def open_base(path: Path, dtype: str | None) -> FloatSource:
+    """The base of a merge, its weights as floats: those of a quantised one in fp32 when the output
+    has a `dtype` of its own, else in the type that they are kept in once they are dequantised.
 
     `InvalidInputError` for a quantised base that `dequantize` refuses.
     """
     stored = open_source(path)
     name = quantised_by(stored)
     if name is None:
-        return stored
+        return FloatSource(stored, None)
     problems = Problems()
     floats = as_floats(stored, problems, is_rounded=dtype is None)
     if problems or not floats.decoded:

@@ -41,12 +41,15 @@ class BaseIndex:
         self._banks = self._joined() if self._names is not None else {}
         self._places = self._single_places() if self._names is not None else {}
 
+    @property
+    def names(self) -> set[str]:
+        """All names that it knows tensors, banks and single experts by."""
+        return {*self._stored, *self._banks, *self._places, *self.tied}
+
     def resolve(self, names: Iterable[str]) -> dict[str, str]:
         """Those of the tensor `names` of an adapter's modules that the base has, under its own
         prefixes: the names that the other methods take."""
-        known = {*self._stored, *self._banks, *self._places, *self.tied}
-        wanted = list(names)
-        found = aligned([PREFIX + name for name in wanted], {PREFIX + name for name in known})
+        found = aligned([PREFIX + name for name in names], {PREFIX + name for name in self.names})
         return {key.removeprefix(PREFIX): own.removeprefix(PREFIX) for key, own in found.items()}
 
     def tensor(self, name: str) -> SourceTensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ import torch
 
 from milepost.errors import InvalidInputError
 from milepost.hf.foreign_calls import attempt
+from milepost.tools.merge_peft_adapter import OpenedAdapter
 from milepost.tools.merge_peft_config import MergeTask
+from milepost.tools.merge_peft_live import are_plain, put_adapters
+from milepost.tools.rewrite.source import open_source
 
 TOKENS = 24
 TEXT = (
@@ -23,16 +26,43 @@ TOLERANCE = {"F32": 1e-4, "F64": 1e-4, "F16": 1e-2, "BF16": 5e-2}
 merged weights: what rounding each weight once makes of them."""
 
 
-def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> list[str]:
+def unverifiable(adapters: Sequence[OpenedAdapter]) -> list[str]:
+    """Why peft cannot run some adapters together, or at weights, by their configurations."""
+    if are_plain(adapters):
+        return []
+    of_peft = {a.where: a.config.lora for a in adapters if a.config.lora is not None}
+    problems = [
+        f"{where}: bias is {lora.bias!r}, and peft writes trained biases over those of the base, "
+        "so it runs such an adapter alone, at weight 1"
+        for where, lora in of_peft.items()
+        if lora.bias != "none"
+    ]
+    told = {
+        "target_parameters": {frozenset(lora.target_parameters) for lora in of_peft.values()},
+        "trainable_token_indices": {frozenset(lora.tokens) for lora in of_peft.values()},
+    }
+    problems += [
+        f"{' and '.join(of_peft)}: {field} are of other parts of the model, and peft runs several "
+        "adapters only where they are of the same"
+        for field, values in told.items()
+        if len(values) > 1
+    ]
+    return [f"--verify: {problem}; leave it out" for problem in problems]
+
+
+def verify_outputs(
+    base: Path, adapters: Sequence[OpenedAdapter], merged: Path, task: MergeTask
+) -> list[str]:
     """Run both in fp32 on text (where there is a tokenizer) and on ids from all over the
     vocabulary; what is to be told about it.
 
     `InvalidInputError` when the outputs are further apart than rounding explains, or transformers
-    or peft are not installed. Loads the base and the merged model, one after the other.
+    or peft are not installed, or cannot run the adapters. Loads the base and the merged model, one
+    after the other.
     """
     try:
+        import peft  # noqa: F401 - known before models are loaded
         import transformers
-        from peft import PeftModel
     except ImportError as error:
         raise InvalidInputError(
             f"--verify runs transformers and peft, and {error.name} is not installed; leave it out"
@@ -48,21 +78,22 @@ def verify_outputs(base: Path, adapter: Path, merged: Path, task: MergeTask) -> 
     labels = {"num_labels": after.config.num_labels} if task is MergeTask.CLASSIFICATION else {}
     del after
     model = kind.from_pretrained(base, dtype=torch.float32, **labels)
-    wanted_rows = _rows_of_adapter(adapter)
+    wanted_rows = _rows_of_adapters(adapters)
     if wanted_rows is not None and wanted_rows != model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(wanted_rows)
-    expected = _output(PeftModel.from_pretrained(model, str(adapter)).eval(), rows)
+    expected = _output(put_adapters(model, adapters).eval(), rows)
     off = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
     limit = max(TOLERANCE[name] for name in _dtypes(merged))
+    whose = "the adapter" if len(adapters) == 1 else "the adapters"
     if not off <= limit:
         raise InvalidInputError(
-            f"the outputs of the merged model differ from those of the adapter by {off:.3g} of "
+            f"the outputs of the merged model differ from those of {whose} by {off:.3g} of "
             f"their norm, more than rounding explains ({limit:g}); nothing was kept: is the base "
-            "the one that the adapter was trained on?"
+            f"the one that {whose} {'was' if len(adapters) == 1 else 'were'} trained on?"
         )
     counts = " and ".join(f"{row.numel()} {what}" for what, row in rows.items())
     return [
-        f"verified on {counts}: outputs differ from those of the adapter by "
+        f"verified on {counts}: outputs differ from those of {whose} by "
         f"{off:.3g} of their norm (at most {limit:g})"
     ]
 
@@ -88,29 +119,22 @@ def _encoded(directory: Path) -> list[int]:
 
 
 def _output(model: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
+    with torch.no_grad(), torch.nn.utils.parametrize.cached():
         logits = [model(input_ids=ids).logits.double().flatten() for ids in rows.values()]
     return torch.cat(logits)
 
 
-def _rows_of_adapter(adapter: Path) -> int | None:
-    """The rows of an embedding that the adapter brings along."""
-    from milepost.adapters.kinds import adapter_file
-    from milepost.tools.rewrite.source import open_source
-
-    file = adapter_file(adapter)
-    assert file is not None, "the adapter was opened"
-    with open_source(file) as source:
-        rows = (
-            tensor.shape[0]
-            for name, tensor in source.tensors.items()
-            if name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight"))
-        )
-        return next(rows, None)
+def _rows_of_adapters(adapters: Sequence[OpenedAdapter]) -> int | None:
+    """The rows of an embedding that an adapter brings along."""
+    rows = (
+        tensor.shape[0]
+        for adapter in adapters
+        for name, tensor in adapter.source.tensors.items()
+        if name.endswith(("embed_tokens.weight", "embed_tokens.base_layer.weight"))
+    )
+    return next(rows, None)
 
 
 def _dtypes(directory: Path) -> set[str]:
-    from milepost.tools.rewrite.source import open_source
-
     with open_source(directory) as source:
         return {tensor.dtype for tensor in source.tensors.values()} & TOLERANCE.keys()

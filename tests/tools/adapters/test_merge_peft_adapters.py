@@ -104,6 +104,52 @@ def test_dora_merges_to_what_the_adapter_computes(
         assert torch.allclose(outputs(load(out)), wanted, atol=1e-5)
 
 
+UNMERGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "square": ("llama", {"target_modules": ["o_proj"], "use_dora": True}),
+    "wide": ("llama", {"target_modules": ["up_proj"], "use_dora": True}),
+    "square-transposed": (
+        "gpt2",
+        {"target_modules": ["attn.c_proj"], "use_dora": True, "fan_in_fan_out": True},
+    ),
+    "wide-transposed": (
+        "gpt2",
+        {"target_modules": ["c_fc"], "use_dora": True, "fan_in_fan_out": True},
+    ),
+    "embedding": ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "lora": ("llama", {"target_modules": ALL_LINEAR}),
+}
+
+
+@pytest.mark.case("V47")
+@pytest.mark.parametrize("name", UNMERGED)
+def test_what_peft_takes_out_of_merged_weights_again_is_the_base(
+    name: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """The base in its files is as it was, and peft's own `unmerge` of our weights gives it."""
+    family, changes = UNMERGED[name]
+    base = bases[family]
+    adapter = write_adapter(tmp_path / "a", base, **{**PLAIN, **changes})
+    files = {path.name: path.read_bytes() for path in base.iterdir()}
+    merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == files
+    model: Any = PeftModel.from_pretrained(load(base), str(adapter))
+    model.merge_adapter()
+    merged = state(load(tmp_path / "out"))
+    with torch.no_grad():
+        for path, tensor in model.base_model.model.state_dict().items():
+            plain = path.replace("base_layer.", "")
+            if plain in merged:
+                tensor.copy_(merged.pop(plain))
+    assert not merged
+    model.unmerge_adapter()
+    found = {
+        path.replace("base_layer.", ""): tensor
+        for path, tensor in model.base_model.model.state_dict().items()
+    }
+    for path, tensor in state(load(base)).items():
+        torch.testing.assert_close(found[path], tensor, rtol=0, atol=1e-6)
+
+
 @pytest.mark.case("V46")
 @pytest.mark.parametrize(("flag", "scale"), [(True, 4.0), (False, 2.0)])
 def test_the_scale_is_that_of_the_flag_by_hand(

@@ -68,6 +68,7 @@ def test_factors_of_expert_parallel_runs_merge(
     name = "model.layers.1.mlp.experts"
     a, b = torch.randn(4, 12, 2), torch.randn(4, 2, 16)
     factors = {f"{name}.down_proj.lora_A": a, f"{name}.down_proj.lora_B": b}
+    factors |= {key.replace(".1.", ".0."): torch.randn_like(t) for key, t in factors.items()}
     save_file(factors, adapter / "adapter_model.safetensors")
     given = None
     if fused:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import milepost as mp
 from milepost.errors import CheckpointIncompleteError, InvalidInputError
-from milepost.tools.merge_peft import Compare, merge_peft_adapters
+from milepost.tools.merge_peft import merge_peft_adapters
 from milepost.tools.rewrite.options import Mode, RewriteOptions
 from tests.tools.adapters.peft_oracle import (
     PLAIN,
@@ -120,14 +120,3 @@ def test_a_sum_that_is_too_large_for_the_stored_dtype_is_refused_naming_its_tens
         merge_peft_adapters([adapter], tmp_path / "out", options=QUICK)
     assert not (tmp_path / "out").exists()
     merge_peft_adapters([adapter], tmp_path / "out", dtype="bfloat16", options=QUICK)
-
-
-@pytest.mark.parametrize("given", ["two adapters", "a weight"])
-def test_outputs_are_compared_with_one_adapter_alone(
-    given: str, bases: dict[str, Path], tmp_path: Path
-) -> None:
-    adapter = write_adapter(tmp_path / "a", bases["llama"], **PLAIN)
-    other = write_adapter(tmp_path / "b", bases["llama"], seed=3, **PLAIN)
-    adapters = [adapter, other] if given == "two adapters" else [f"{adapter}:0.5"]
-    with pytest.raises(InvalidInputError, match="--verify compares with one adapter"):
-        merge_peft_adapters(adapters, tmp_path / "x", compare=Compare.OUTPUTS, options=QUICK)

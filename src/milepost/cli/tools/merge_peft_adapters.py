@@ -39,7 +39,7 @@ def merge_peft_adapters(
         str, typer.Option(metavar="WHICH", help="fold or separate: factors of a tied tensor.")
     ] = "fold",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare outputs with the adapter's first (peft).")
+        bool, typer.Option("--verify", help="Compare outputs with the adapters' first (peft).")
     ] = False,
     *,
     options: Any,
