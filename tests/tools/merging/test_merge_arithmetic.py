@@ -220,11 +220,14 @@ def test_a_random_merge_is_that_of_mergekit_given_the_same_masks(
     assert differing(out, expected) <= 2  # the L1 norm is one of fp64 here
 
 
-def test_dare_keeps_the_share_asked_for_and_its_l1_norm() -> None:
-    (model,) = models(1, 200, 200)
-    kept = kept_of(KeepRandom(0.3, 1), model, of([model]))
-    assert abs(float(kept.float().mean()) - 0.3) < 5 * math.sqrt(0.3 * 0.7 / model.numel())
-    how = Sum(weights=[1.0], droppers=[KeepRandom(0.3, 1)], rescale=Rescale.L1)
+@pytest.mark.parametrize("density", [0.02, 0.3, 0.5, 0.75, 0.999])
+def test_dare_keeps_the_share_asked_for_and_its_l1_norm(density: float) -> None:
+    (model,) = models(1, 400, 400)
+    dropper = KeepRandom(density, 1)
+    kept = kept_of(dropper, model, of([model]))
+    deviation = math.sqrt(density * (1 - density) / model.numel())
+    assert abs(float(kept.float().mean()) - density) < 5 * deviation
+    how = Sum(weights=[1.0], droppers=[dropper], rescale=Rescale.L1)
     out = joined(merge_differences(of([model], torch.zeros_like(model)), how), model)
     assert float(out.abs().sum()) == pytest.approx(float(model.abs().sum()), rel=1e-5)
     assert torch.equal(out != 0, kept)

@@ -71,6 +71,26 @@ class Chunk(NamedTuple):
         return self.base
 
 
+class _Stage:
+    """Where `count` elements of every tensor come: as stored in `raw`, one tensor after the other,
+    and every `every`-th of them in a row of fp32. Views of it are made once for many chunks."""
+
+    def __init__(self, flats: Sequence[Flat], raw: Tensor, count: int, every: int) -> None:
+        self.rows = room("values", len(flats), -(-count // every))
+        stored = [raw[: count * each.dtype.itemsize].view(each.dtype) for each in flats]
+        self._memories = [memory_of(each) for each in stored]
+        self._taken = [each[::every] for each in stored]
+        self._rows = list(self.rows)
+
+    def fill(self, streams: Sequence[Stream]) -> None:
+        """Read what comes next."""
+        for stream, memory, taken, row in zip(
+            streams, self._memories, self._taken, self._rows, strict=True
+        ):
+            stream.read_into(memory)
+            row.copy_(taken)
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """One tensor of every model, all of one shape; `base` is None where there is none.
@@ -101,15 +121,13 @@ class Inputs:
         streams = [each.open() for each in flats]
         itemsize = max(each.dtype.itemsize for each in flats)
         raw = room("stored", length * itemsize, dtype=torch.uint8)
-        memory = memory_of(raw)
+        stage = _Stage(flats, raw, length, every)
         try:
             for start in range(0, numel, max(1, length)):
-                count = min(length, numel - start)
-                rows = room("values", len(flats), -(-count // every))
-                for row, each, stream in zip(rows, flats, streams, strict=True):
-                    nbytes = count * each.dtype.itemsize
-                    stream.read_into(memory[:nbytes])
-                    row.copy_(raw[:nbytes].view(each.dtype)[::every])
+                if numel - start < length:
+                    stage = _Stage(flats, raw, numel - start, every)
+                stage.fill(streams)
+                rows = stage.rows
                 if self.base is None:
                     yield Chunk(rows, None)
                 else:

@@ -112,9 +112,8 @@ class KeepRandom:
         return []
 
     def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
-        draws = _Draws(self.seed, inputs.key, number)
-        (limit,) = draws.limits(np.array([self.density]))
-        return lambda values, out: np.less(draws.take(len(values)), limit, out=out)
+        tosses = _Tosses(_Draws(self.seed, inputs.key, number), self.density)
+        return lambda values, out: tosses.fill(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +193,43 @@ class _Draws:
             drawn = np.concatenate([self._left, drawn])
         self._left = drawn[count:]
         return drawn[:count]
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        """The next `count` times 64 bits, where no numbers are left of those taken."""
+        return self._bits.random_raw(count)
+
+
+_TOSSED_WORDS = 2**10
+
+
+class _Tosses:
+    """Tosses of a coin in a row, whatever the lengths in which they are taken.
+
+    As many random bits make one as the chance of heads has binary digits, 16 at most: from the
+    last digit on, `or` with a random bit where the digit is 1 and `and` where it is 0 halves the
+    chance so far and puts the digit in front. 64 tosses are made at a time by whole words. Numpy
+    draws words with the GIL held, so that fewer of them are worth more than what they cost.
+    """
+
+    def __init__(self, draws: _Draws, chance: float) -> None:
+        (limit,) = draws.limits(np.array([chance]))
+        digits = f"{limit:016b}".rstrip("0")
+        self._draws = draws
+        self._joins = [np.bitwise_or if d == "1" else np.bitwise_and for d in reversed(digits)]
+        self._left = np.empty(0, dtype=np.bool_)
+
+    def fill(self, out: NDArray[np.bool_]) -> None:
+        """The next tosses, True for heads."""
+        while len(out):
+            if not len(self._left):
+                self._left = np.unpackbits(self._toss().view(np.uint8)).view(np.bool_)
+            count = min(len(out), len(self._left))
+            out[:count] = self._left[:count]
+            out, self._left = out[count:], self._left[count:]
+
+    def _toss(self) -> NDArray[np.uint64]:
+        heads = np.zeros(_TOSSED_WORDS, dtype=np.uint64)
+        drawn = self._draws.words(len(self._joins) * _TOSSED_WORDS)
+        for join, words in zip(self._joins, drawn.reshape(-1, _TOSSED_WORDS), strict=True):
+            join(heads, words, out=heads)
+        return heads

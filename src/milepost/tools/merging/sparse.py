@@ -56,12 +56,12 @@ class Sum:
 def merge_differences(inputs: Inputs, how: Sum) -> Iterator[Tensor]:
     """The base and the sum of the differences to it, chunk by chunk."""
     kept = _Kept(inputs, how)
-    weights = torch.tensor(list(how.weights), dtype=torch.float32)
+    weights = torch.tensor(list(how.weights), dtype=torch.float32)[:, None]
     divisor = float(weights.sum())
     for rows, origin in inputs.chunks(kept.multiple):
         assert origin is not None, "differences are to a base"
         kept.apply(rows)
-        rows.mul_(weights[:, None])
+        rows.mul_(weights)
         out, signs, divisors = room("sums", 3, rows.shape[1])
         if how.consensus is Consensus.SIGN:
             _flip_to_majority(rows, signs)
@@ -92,11 +92,11 @@ def _flip(values: Tensor, signs: Tensor) -> None:
 
 
 def _divisors(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """The sum of the weights of those `rows` `[n, elements]` that are not 0; 1 where it is 0.
+    """The sum of the `weights` `[n, 1]` of those `rows` that are not 0; 1 where it is 0.
 
-    In `out`; `rows`, which are not negative, are used up.
+    In `out`; `rows` `[n, elements]`, which are not negative, are used up.
     """
-    added(rows.sign_().mul_(weights[:, None]), out)
+    added(rows.sign_().mul_(weights), out)
     return out.add_(_as_floats(out.numpy() == 0, rows[0]))
 
 
@@ -116,6 +116,7 @@ class _Kept:
         self.multiple = max([1, *(dropper.row_numel(inputs.shape) for dropper in chosen)])
         self._factors: Tensor | None = None
         self._masks = self._begin(_cuts(inputs, how.droppers)) if chosen else []
+        self._packed: Iterator[NDArray[np.uint8]] | None = None
         if how.rescale is Rescale.L1 and chosen:
             self._measure()
 
@@ -127,7 +128,10 @@ class _Kept:
 
     def apply(self, rows: Tensor) -> None:
         """Zero in the next chunk what is dropped, and scale the rest."""
-        if self._masks:
+        if self._packed is not None:
+            bits = np.unpackbits(next(self._packed), axis=1, count=rows.shape[1])
+            rows.mul_(_as_floats(bits.view(np.bool_), room("mask", *rows.shape)))
+        elif self._masks:
             rows.mul_(self._next(rows)[1])
         if self._factors is not None:
             rows.mul_(self._factors)
@@ -148,19 +152,10 @@ class _Kept:
             packed.append(np.packbits(mask, axis=1))
             before += rows.abs_().sum(1)
             after += rows.mul_(floats).sum(1)
-        self._masks = [_unpacked(packed, number) for number in range(len(self._droppers))]
+        self._packed = iter(packed)
         has_length = (before >= _NO_LENGTH) & (after >= _NO_LENGTH)
         factors = torch.where(has_length, before / after, 1.0)
         self._factors = factors.float()[:, None]
-
-
-def _unpacked(packed: Sequence[NDArray[np.uint8]], number: int) -> Mask:
-    left = iter(packed)
-
-    def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
-        out[:] = np.unpackbits(next(left)[number], count=len(out)).view(np.bool_)
-
-    return mask
 
 
 def _cuts(inputs: Inputs, droppers: Sequence[Dropper | None]) -> list[list[Cut]]:
