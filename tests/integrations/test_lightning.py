@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import milepost as mp
@@ -240,7 +241,9 @@ class Ranks(ClusterEnvironment):  # type: ignore[misc]
 
 def on_ranks(path: Path, epochs: int, **keywords: Any) -> pl.Trainer:
     plugins = [Ranks(), *keywords.pop("plugins", [])]
-    made: pl.Trainer = fit(path, epochs, devices=2, plugins=plugins, **keywords)
+    made: pl.Trainer = fit(
+        path, epochs, devices=torch.distributed.get_world_size(), plugins=plugins, **keywords
+    )
     return made
 
 
@@ -305,21 +308,59 @@ class Sharded(pl.LightningModule):  # type: ignore[misc]
         return DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
 
 
+class Split(Sharded):
+    """The same, its attention and its MLP split by tensor parallelism, sharded by FSDP2 beside."""
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            ParallelStyle,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        if hasattr(self, "llm"):
+            return
+        self.llm, self.head = self.build()
+        by_rows, by_columns = RowwiseParallel(), ColwiseParallel()
+        plan: dict[str, ParallelStyle] = {f"self_attn.{name}_proj": by_columns for name in "qkv"}
+        plan |= {f"mlp.{name}_proj": by_columns for name in ("gate", "up")}
+        plan |= {"self_attn.o_proj": by_rows, "mlp.down_proj": by_rows}
+        for layer in self.llm.model.layers:
+            parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+        mesh = self.device_mesh["data_parallel"]
+        if mesh.size() > 1:
+            for module in (*self.llm.model.layers, self.llm, self.head):
+                fully_shard(module, mesh=mesh)
+
+
 def whole_state(made: pl.Trainer) -> dict[str, Any]:
     """Weights and moments as whole tensors; collective."""
+
+    def whole(tensor: Any) -> torch.Tensor:
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        copied: torch.Tensor = full.detach().clone()
+        return copied
+
     state: dict[str, Any] = {}
     for name, parameter in made.lightning_module.named_parameters():
-        state[name] = parameter.full_tensor().detach().clone()
+        state[name] = whole(parameter)
         for key, value in made.optimizers[0].state[parameter].items():
-            full = value.full_tensor() if hasattr(value, "full_tensor") else value
-            state[f"{name}.{key}"] = full.clone()
+            state[f"{name}.{key}"] = whole(value)
     return state
 
 
-def sharded_rank(rank: int, world_size: int, path: Path) -> list[str]:
+def sharded_rank(
+    rank: int, world_size: int, path: Path, module: Any = Sharded, tensor_parallel: int = 1
+) -> tuple[dict[str, Any], set[str]]:
+    """Weights and moments after a resume that is exact, and along what they were sharded."""
+
     def run(where: str, epochs: int, **keywords: Any) -> pl.Trainer:
         strategy = MilepostStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+            data_parallel_size=world_size // tensor_parallel,
+            tensor_parallel_size=tensor_parallel,
+            process_group_backend="gloo",
         )
         callbacks = [
             ModelCheckpoint(path / where, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
@@ -329,7 +370,7 @@ def sharded_rank(rank: int, world_size: int, path: Path) -> list[str]:
             epochs,
             strategy=strategy,
             callbacks=callbacks,
-            module=Sharded,
+            module=module,
             **keywords,
         )
 
@@ -339,7 +380,18 @@ def sharded_rank(rank: int, world_size: int, path: Path) -> list[str]:
     assert same(whole_state(made), whole)
     assert isinstance(made.strategy, MilepostStrategy)
     assert made.strategy.report is not None and made.strategy.report.level is mp.Level.EXACT
-    return sorted(os.listdir(path / "cut" / "epoch=3.ckpt"))
+    return whole, shard_dims(made.lightning_module)
+
+
+def shard_dims(module: nn.Module) -> set[str]:
+    """The dimensions of the mesh along which parameters are cut."""
+    found: set[str] = set()
+    for param in module.parameters():
+        if isinstance(param, DTensor):
+            assert param.device_mesh.mesh_dim_names is not None
+            dims = zip(param.device_mesh.mesh_dim_names, param.placements, strict=True)
+            found |= {name for name, placement in dims if placement.is_shard()}
+    return found
 
 
 def one_rank(rank: int, world_size: int, path: Path) -> tuple[str, int]:
@@ -365,8 +417,10 @@ def test_a_sharded_run_resumes_exactly_and_its_weights_are_those_of_the_hub(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    files, _ = run_world(2, sharded_rank, tmp_path)
+    for _, dims in run_world(2, sharded_rank, tmp_path):
+        assert dims == {"data_parallel"}
     path = tmp_path / "cut" / "epoch=3.ckpt"
+    files = os.listdir(path)
     assert "model.safetensors" in files and "module" in files
     opened = mp.Checkpoint.open(path)
     assert opened.verify().ok and opened.info.step == 8
@@ -377,6 +431,29 @@ def test_a_sharded_run_resumes_exactly_and_its_weights_are_those_of_the_hub(
     assert run_world(1, one_rank, tmp_path) == [("resharded", 8 + 4)]
     with pytest.raises(InvalidInputError, match="saved by MilepostStrategy"):
         MilepostCheckpointIO().load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut_along"),
+    [
+        (2, {"tensor_parallel"}),
+        pytest.param(4, {"data_parallel", "tensor_parallel"}, marks=pytest.mark.slow),
+    ],
+    ids=["tp", "fsdp2 and tp"],
+)
+def test_a_run_with_tensor_parallelism_resumes_exactly(
+    tmp_path: Path, ranks: int, cut_along: set[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = run_world(ranks, sharded_rank, tmp_path, Split, 2)
+    assert [dims for _, dims in found] == [cut_along] * ranks
+    whole, _ = found[0]
+    path = tmp_path / "cut" / "epoch=3.ckpt"
+    assert mp.Checkpoint.open(path).verify().ok
+    model = AutoModelForCausalLM.from_pretrained(path)
+    loaded = {name: param.detach() for name, param in model.named_parameters()}
+    assert loaded and same(loaded, {name: whole[f"llm.{name}"] for name in loaded})
 
 
 # ---- modules out of checkpoints, for use

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import sentence_transformers
 import torch
 import transformers
 
 import milepost as mp
-from milepost.integrations.transformers import MilepostTrainerMixin
-from tests.integrations.trainers import KillAt, history, run, tiny_tokenizer
+from tests.integrations.embedding_trainers import make, outcome, write_base
+from tests.integrations.trainers import KillAt, bits, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
@@ -22,90 +21,9 @@ pytestmark = [
 ]
 
 
-class Trainer(MilepostTrainerMixin, sentence_transformers.SentenceTransformerTrainer):  # type: ignore[misc]
-    """The trainer of sentence-transformers with Milepost's checkpoints."""
-
-
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A tiny BERT with its tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=32,
-        max_position_embeddings=32,
-    )
-    place = tmp_path / "base"
-    transformers.BertModel(config).save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
-    return place
-
-
-def chain(base: Path, seed: int = 0) -> Any:
-    """Transformer, pooling, a projection and a norm."""
-    from sentence_transformers.sentence_transformer import modules
-
-    first = modules.Transformer(str(base), max_seq_length=16)
-    torch.manual_seed(seed)
-    return sentence_transformers.SentenceTransformer(
-        modules=[
-            first,
-            modules.Pooling(16),
-            modules.Dense(in_features=16, out_features=8),
-            modules.Normalize(),
-        ],
-        device="cpu",
-    )
-
-
-def pairs(count: int = 16) -> Any:
-    numbers = torch.randint(3, 32, (count, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    return datasets.Dataset.from_dict(
-        {
-            "anchor": [" ".join(f"w{n}" for n in row[:4]) for row in numbers],
-            "positive": [" ".join(f"w{n}" for n in row[4:]) for row in numbers],
-            "label": [index % 3 for index in range(count)],
-        }
-    )
-
-
-def make(base: Path, out: Path, *, kill_at: int = 0, classifier: bool = False, **more: Any) -> Any:
-    from sentence_transformers.sentence_transformer import losses
-
-    model = chain(base)
-    data = pairs()
-    if classifier:
-        torch.manual_seed(3)
-        loss = losses.SoftmaxLoss(model, embedding_dimension=8, num_labels=3)
-    else:
-        loss, data = losses.MultipleNegativesRankingLoss(model), data.remove_columns("label")
-    given: dict[str, Any] = {
-        "output_dir": str(out),
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": 8,
-        "save_steps": 3,
-        "logging_steps": 2,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    args = sentence_transformers.SentenceTransformerTrainingArguments(**{**given, **more})
-    return Trainer(
-        model=model, args=args, train_dataset=data, loss=loss, callbacks=[KillAt(kill_at)]
-    )
-
-
-def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Everything that is trained, the loss included."""
-    return {name: value.clone() for name, value in trainer.loss.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return write_base(tmp_path / "base")
 
 
 @pytest.mark.parametrize("classifier", [False, True], ids=["ranking", "softmax"])
@@ -116,8 +34,7 @@ def test_an_embedding_model_resumes_to_the_bits_of_one_that_never_stopped(
     run(make(base, tmp_path / "run", kill_at=5, classifier=classifier))
     resumed = run(make(base, tmp_path / "run", classifier=classifier), resume=True)
     assert (resumed.milepost_report.step, resumed.milepost_report.level) == (3, mp.Level.EXACT)
-    assert history(resumed) == history(whole)
-    assert same(weights(resumed), weights(whole))
+    assert outcome(resumed) == outcome(whole)
     assert (tmp_path / "run" / "checkpoint-8" / "loss").is_dir() == classifier
 
 
@@ -174,7 +91,7 @@ def test_the_best_embedding_model_comes_back_at_the_end(base: Path, tmp_path: Pa
     best = sentence_transformers.SentenceTransformer(
         str(tmp_path / "run" / "checkpoint-6"), device="cpu"
     )
-    assert same(best.state_dict(), trainer.model.state_dict())
+    assert bits(best) == bits(trainer.model)
 
 
 def test_a_checkpoint_of_the_stock_trainer_of_embeddings_resumes_exactly(
@@ -196,5 +113,4 @@ def test_a_checkpoint_of_the_stock_trainer_of_embeddings_resumes_exactly(
     run(plain)
     path = str(tmp_path / "stock" / "checkpoint-3")
     resumed = run(make(base, tmp_path / "stock", **fine), resume=path)
-    assert history(resumed) == history(whole)
-    assert same(weights(resumed), weights(whole))
+    assert outcome(resumed) == outcome(whole)

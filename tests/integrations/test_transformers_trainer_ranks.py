@@ -3,8 +3,6 @@ transformers shards when it loads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +11,20 @@ import torch
 import transformers
 
 from tests.integrations.trainers import (
+    DDP,
+    FSDP,
     bits,
+    is_sharded,
     make,
     outcome,
+    quiet,
+    real_fsdp2,
     run,
+    stock_files,
     tiny_config,
     tiny_model,
 )
 from tests.worlds import run_world
-
-DDP: dict[str, Any] = {"ddp_backend": "gloo"}
-FSDP: dict[str, Any] = {
-    "fsdp": True,
-    "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
-}
-
-
-def quiet() -> None:
-    import warnings
-
-    warnings.filterwarnings("error")
-    for text in (".*pin_memory.*", ".*returned a view tensor.*", ".*sequential all_gather.*"):
-        warnings.filterwarnings("ignore", text)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-@contextmanager
-def real_fsdp2() -> Iterator[None]:
-    """Stock accelerate runs DDP on a CPU where FSDP is asked for; say that this is FSDP."""
-    from accelerate import DistributedType
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    before = transformers.Trainer.create_accelerator_and_postprocess
-
-    def create(self: Any) -> None:
-        before(self)
-        state = self.accelerator.state
-        if getattr(state, "fsdp_plugin", None) is None:
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-        for shared in (PartialState, AcceleratorState):
-            shared._shared_state["distributed_type"] = DistributedType.FSDP
-        self.is_fsdp_enabled = True
-
-    transformers.Trainer.create_accelerator_and_postprocess = create
-    try:
-        yield
-    finally:
-        transformers.Trainer.create_accelerator_and_postprocess = before
 
 
 def ddp_run(rank: int, world_size: int, out: str) -> Any:
@@ -83,8 +46,7 @@ def test_two_ranks_of_ddp_resume_to_the_bits_of_a_run_that_never_stopped(tmp_pat
     for found in ranks:
         assert found["resumed"] == found["whole"]
         assert found["report"] == ("exact", 8, [])
-    names = {path.name for path in (tmp_path / "run" / "checkpoint-8").rglob("*")}
-    assert not any(name.endswith((".pth", ".pt", ".bin")) for name in names - {"digests.bin"})
+    assert stock_files(tmp_path / "run" / "checkpoint-8") == []
 
 
 def stock_ddp_run(rank: int, world_size: int, out: str) -> Any:
@@ -111,12 +73,11 @@ def fsdp_run(rank: int, world_size: int, out: str) -> Any:
         whole = run(make(place / "whole", **FSDP))
         run(make(place / "run", kill_at=11, **FSDP))
         resumed = run(make(place / "run", model=tiny_model(7), **FSDP), resume=True)
-        sharded = [type(p).__name__ for p in resumed.model.parameters()]
         return {
             "whole": outcome(whole),
             "resumed": outcome(resumed),
             "level": resumed.milepost_report.level.value,
-            "is sharded": set(sharded) == {"DTensor"},
+            "is sharded": is_sharded(resumed),
         }
 
 
@@ -150,6 +111,7 @@ def test_fsdp2_resumes_exactly_and_saves_what_from_pretrained_loads(tmp_path: Pa
         assert found["is sharded"]
         assert found["resumed"] == found["whole"]
         assert found["level"] == "exact"
+    assert stock_files(tmp_path / "run" / "checkpoint-12") == []
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "checkpoint-12")
     assert bits(model) == ranks[0]["whole"][1]
 
@@ -161,6 +123,8 @@ def test_fsdp2_loads_the_best_model_and_saves_weights_alone(tmp_path: Path) -> N
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "checkpoint-12")
     assert [found["best"] for found in ranks] == [bits(best)] * 2
     assert [found["alone"] for found in ranks] == [bits(alone)] * 2
+    for run_of in ("best/checkpoint-8", "alone/checkpoint-12"):
+        assert stock_files(tmp_path / run_of) == []
 
 
 def resharded(rank: int, world_size: int, source: str, out: str, is_fsdp: bool) -> Any:
@@ -291,6 +255,7 @@ def test_models_sharded_at_load_are_saved_and_resumed_though_the_stock_trainer_r
         assert found["sharded"]
         assert found["resumed"] == found["whole"]
         assert found["level"] == "exact"
+    assert stock_files(tmp_path / "out" / "run" / "checkpoint-12") == []
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out" / "whole" / "checkpoint-12"
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +137,95 @@ def bits(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def outcome(trainer: Any) -> tuple[list[dict[str, Any]], str]:
-    """What two trainings that are the same agree on."""
-    return history(trainer), bits(trainer.model)
+def moments(trainer: Any) -> str:
+    """A digest of the optimizer's state, whole tensors in the case of DTensors; collective then."""
+    digest = hashlib.sha256()
+    for group in trainer.optimizer.param_groups:
+        for param in group["params"]:
+            for slot, value in sorted(trainer.optimizer.state[param].items()):
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                digest.update(slot.encode())
+                raw = torch.as_tensor(whole).detach().contiguous().flatten().view(torch.uint8)
+                digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def outcome(trainer: Any) -> tuple[list[dict[str, Any]], str, str]:
+    """What two trainings that are the same agree on: logs, weights and moments."""
+    return history(trainer), bits(trainer.model), moments(trainer)
 
 
 def names(path: Path) -> set[str]:
     """The checkpoints of a run."""
     return {entry.name for entry in path.iterdir() if entry.name.startswith("checkpoint-")}
+
+
+# What the stock Trainer writes beside the weights, or accelerate in their place.
+_STOCK = (
+    "*.pt",
+    "*.pth",
+    "*.distcp",
+    "optimizer.bin",
+    "optimizer_[0-9]*",
+    "rng_state*",
+    "training_args.bin",
+    "pytorch_model*",
+)
+
+
+def stock_files(path: Path) -> list[str]:
+    """What lies in a checkpoint that the stock Trainer, or accelerate for it, wrote."""
+    entries = [*path.rglob("*")]
+    assert entries, f"{path} is empty"
+    return [each.name for each in entries if any(fnmatch(each.name, name) for name in _STOCK)]
+
+
+# ---- several ranks
+
+DDP: dict[str, Any] = {"ddp_backend": "gloo"}
+FSDP: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+}
+
+
+def quiet(*modules: str) -> None:
+    """On a rank, where pytest's filters are not: warnings are errors, but those of `modules`."""
+    warnings.filterwarnings("error")
+    texts = ("pin_memory", "returned a view tensor", "sequential all_gather", "OMP_NUM_THREADS")
+    for text in texts:
+        warnings.filterwarnings("ignore", f".*{text}.*")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in modules:
+        warnings.filterwarnings("ignore", module=name)
+
+
+@contextmanager
+def real_fsdp2() -> Iterator[None]:
+    """Stock accelerate runs DDP on a CPU where FSDP is asked for; say that this is FSDP."""
+    from accelerate import DistributedType
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    before = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create(self: Any) -> None:
+        before(self)
+        state = self.accelerator.state
+        if getattr(state, "fsdp_plugin", None) is None:
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        for shared in (PartialState, AcceleratorState):
+            shared._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+    transformers.Trainer.create_accelerator_and_postprocess = create
+    try:
+        yield
+    finally:
+        transformers.Trainer.create_accelerator_and_postprocess = before
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether every parameter is a DTensor."""
+    return {type(param).__name__ for param in trainer.model.parameters()} == {"DTensor"}

@@ -21,10 +21,17 @@ from milepost.checkpointing.save_async import Overlap
 from milepost.checkpointing.save_prepare import Rng
 from milepost.checkpointing.save_report import SaveReport
 from milepost.checkpointing.target import OnExisting
+from milepost.checkpointing.world import converse
+from milepost.engine.rendezvous import together
 from milepost.engine.write import WriteOptions
 from milepost.errors import CheckpointWarning, InvalidInputError
 from milepost.integrations import transformers_stock as stock
-from milepost.integrations.transformers_models import models_of, side_documents, write_model_card
+from milepost.integrations.transformers_models import (
+    models_of,
+    require_averaged,
+    side_documents,
+    write_model_card,
+)
 from milepost.integrations.transformers_resume import (
     is_milepost,
     newest_checkpoint,
@@ -122,6 +129,7 @@ class MilepostTrainerMixin(_Trainer):  # type: ignore[misc]
         Collective. `NotFoundError` when there is none, `NotCommittedError` when there are only torn
         or foreign directories, `DamagedError` when all are damaged, or the one that was named.
         """
+        require_averaged(self)
         if resume_from_checkpoint is True:
             run = Path(self.args.output_dir)
             resume_from_checkpoint = str(newest_checkpoint(run, self._milepost_verify))
@@ -192,13 +200,15 @@ class MilepostTrainerMixin(_Trainer):  # type: ignore[misc]
         step = self.state.global_step
         before = self.state.best_model_checkpoint
         self._point_to_best(manager.directory, step)
-        export_callbacks(self)
         models = models_of(self)
         state: dict[str, Any] = models
         if not self.args.save_only_model:
             state = {**training_state(self, models), PROGRESS: {"ranks": progress_of(self)}}
-        write_model_card(self)
-        documents, notes = documents_of(self)
+        with converse() as talk, together(talk, "documents"):
+            export_callbacks(self)
+            write_model_card(self)
+            documents, notes = documents_of(self)
+            documents.update(side_documents(self))
         saved = manager.save(
             step,
             state,
@@ -207,7 +217,7 @@ class MilepostTrainerMixin(_Trainer):  # type: ignore[misc]
             processing_class=self._own_processing_class(),
             rng=Rng.LEAVE_OUT if self.args.save_only_model else Rng.INCLUDE,
             on_existing=OnExisting.KEEP,
-            documents={**documents, **side_documents(self)},
+            documents=documents,
         )
         self._took(step, saved, notes, before)
         if self.args.push_to_hub:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from milepost.errors import InvalidInputError
 from milepost.hf.card import tag_card
 from milepost.hf.foreign_calls import attempt
 from milepost.hf.live import unwrap
+from milepost.state.tensors import is_dtensor
 
 CARD = "README.md"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -50,6 +53,24 @@ def models_of(trainer: Any) -> dict[str, Any]:
             models[place] = module
     loss = _own_of_loss(trainer.loss, chain)
     return models if loss is None else {**models, "loss": loss}
+
+
+def require_averaged(trainer: Any) -> None:
+    """`InvalidInputError` where ranks would each train a loss of their own.
+
+    What a loss of sentence-transformers trains besides the model is in no wrapper that averages
+    its gradients.
+    """
+    if trainer.args.world_size == 1 or not is_embedding_model(trainer.model):
+        return
+    loss = _own_of_loss(trainer.loss, unwrap(trainer.model))
+    trained = [] if loss is None else [n for n, p in loss.named_parameters() if p.requires_grad]
+    if trained:
+        raise InvalidInputError(
+            f"{type(trainer).__name__}: the loss trains {', '.join(trained[:3])}, whose gradients "
+            f"sentence-transformers does not average over the {trainer.args.world_size} ranks, so "
+            "that they would drift apart; train in one process, or with a loss without parameters"
+        )
 
 
 def trained_modules(trainer: Any) -> nn.Module:
@@ -136,7 +157,9 @@ def side_documents(trainer: Any) -> dict[str, bytes]:
         **_written_by(first.save_config),
     }
     for place, module in rest:
-        files.update({f"{place}/{name}": data for name, data in _written_by(module.save).items()})
+        with _weights_left_out(module):
+            written = _written_by(module.save)
+        files.update({f"{place}/{name}": data for name, data in written.items()})
     return files | _card(chain)
 
 
@@ -165,12 +188,30 @@ def _written_by(save: Any) -> dict[str, bytes]:
         }
 
 
+@contextmanager
+def _weights_left_out(module: nn.Module) -> Iterator[None]:
+    """`save` of a module does not write its weights, which may be shards."""
+    parts = [part for part in module.modules() if hasattr(part, "save_torch_weights")]
+    for part in parts:
+        vars(part)["save_torch_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for part in parts:
+            del vars(part)["save_torch_weights"]
+
+
 def _card(chain: Any) -> dict[str, bytes]:
-    """The card that sentence-transformers writes, tagged; none when it cannot write one."""
+    """The card that sentence-transformers writes, tagged; none when it cannot write one.
+
+    Of a sharded model without scores of its example: all ranks would have to encode it together.
+    """
     data = chain.model_card_data
-    before = getattr(data, "save_dir", None)
+    before = getattr(data, "save_dir", None), data.generate_widget_examples
+    if any(is_dtensor(param) for param in chain.parameters()):
+        data.generate_widget_examples = False
     files, _ = attempt(partial(_written_by, chain._create_model_card))
-    data.save_dir = before
+    data.save_dir, data.generate_widget_examples = before
     if not files or CARD not in files:
         return {}
     card, _ = attempt(partial(tag_card, files[CARD], where=CARD))
