@@ -61,7 +61,8 @@ test-all: $(READY)  ## the whole test suite
 
 test-8bit: $(EIGHT_BIT)/.ready  ## the tests of torchao and bitsandbytes, in .venv-8bit
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(EIGHT_BIT)/bin/python -m pytest -W ignore \
-	    tests/parallel/test_eight_bit_packages.py tests/tools/lowp/test_bitsandbytes_oracle.py
+	    tests/parallel/test_eight_bit_packages.py tests/parallel/test_qlora_modes.py \
+	    tests/tools/lowp/test_bitsandbytes_oracle.py
 
 # Both packages print warnings wherever they are imported, so they have an environment of their own.
 $(EIGHT_BIT)/.ready: $(READY) $(CONSTRAINTS)

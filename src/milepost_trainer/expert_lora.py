@@ -2,7 +2,8 @@
 
 They lie in the module of the experts, with the expert as their first axis, so expert parallelism
 cuts them as it cuts the experts: a rank computes the adapters of its own experts on the tokens that
-come to it, and no product of two factors is ever made.
+come to it, and no product of two factors is ever made. Tensor parallelism, of which a rank has
+outputs or inputs of all experts, cuts the factor that has these, and leaves the other one whole.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 import milepost as mp
 from milepost_trainer.lora_settings import LoraSettings
-from milepost_trainer.parallel.experts import expert_modules
+from milepost_trainer.parallel.collectives import with_summed_gradient
+from milepost_trainer.parallel.experts import FACTORS, expert_modules
 
-FACTORS = "expert_lora"
 _ALIGNMENT = 16
 _KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
 
@@ -44,9 +45,24 @@ class GroupedLora(nn.Module):
         self.scaling = settings.lora_alpha / rank
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """What is added to the projection of `rows`, sorted by expert; `ends` as `grouped` has."""
-        low = grouped(self.dropout(rows.to(self.lora_A.dtype)), self.lora_A, ends)
-        return grouped(low, self.lora_B, ends) * self.scaling
+        """What is added to the projection of `rows`, sorted by expert; `ends` as `grouped` has.
+
+        Of cut outputs those of this rank; of cut inputs this rank's part of a sum, as of the
+        projection itself.
+        """
+        a, b = self._factors()
+        low = grouped(self.dropout(rows.to(a.dtype)), a, ends)
+        return grouped(low, b, ends) * self.scaling
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank has of both. Of a whole one beside a cut one it sees a part of the
+        gradient, which is summed."""
+        a, b = self.lora_A, self.lora_B
+        if isinstance(b, DTensor):
+            return with_summed_gradient(a, b.device_mesh.get_group()), local(b)
+        if isinstance(a, DTensor):
+            return local(a), with_summed_gradient(b, a.device_mesh.get_group())
+        return a, b
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

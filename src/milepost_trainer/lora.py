@@ -49,20 +49,20 @@ def adapter(settings: LoraSettings, sizes: MeshSizes, seed: int) -> Callable[[nn
 
 def check_mesh(settings: LoraSettings, sizes: MeshSizes) -> None:
     """`ValueError` for adapters that the mesh cannot hold."""
-    if settings.quantized and sizes.world_size > sizes.dp_replicate:
+    if settings.quantized and settings.use_dora and sizes.world_size > sizes.dp_replicate:
         raise ValueError(
-            "load_in_4bit and load_in_8bit keep the base in packed blocks that cannot be cut: use "
-            "dp_replicate_size only"
+            "use_dora needs the norms of whole weights, which load_in_4bit and load_in_8bit do not "
+            f"have on {sizes}: use dp_replicate_size only, or leave out use_dora"
         )
     if settings.target_parameters and sizes.etp > 1:
         raise ValueError(
             "target_parameters needs whole experts or ranks that read the same tokens: leave out "
             "expert_tp_size"
         )
-    if settings.expert_projections and (sizes.etp > 1 or (sizes.tp > 1 and sizes.ep == 1)):
+    if settings.expert_projections and sizes.etp > 1:
         raise ValueError(
-            "expert_projections needs whole experts on each rank: use ep_size, and leave out "
-            "expert_tp_size"
+            "expert_projections has no rule for expert tensor parallelism: leave out "
+            "expert_tp_size, and use ep_size or tp_size"
         )
 
 

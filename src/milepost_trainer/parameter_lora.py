@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from milepost_trainer.expert_lora import FACTORS, AdaptedExperts, grouped
+from milepost_trainer.expert_lora import AdaptedExperts, grouped
 from milepost_trainer.parallel.collectives import with_summed_gradient
-from milepost_trainer.parallel.experts import expert_modules
+from milepost_trainer.parallel.experts import FACTORS, expert_modules
 
 
 class _JoinedFactors:

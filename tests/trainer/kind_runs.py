@@ -41,24 +41,15 @@ HEADS = {"reward": "reward", "classifier": "classification", "value": "value"}
 """Kinds of models with a head, and their tasks."""
 WITH_ADAPTERS = ("adapter", "merged", "embedding", "experts")
 CHECKS = ("save", "exact", "reshard", "loads")
-REFUSED = "refused"
 REFUSED_BY_PEFT = "refused-by-peft"
 """In place of `loads`: adapters of experts, which stock peft would load by half."""
 
 
-def is_refused(kind: str, mode: str) -> bool:
-    """Adapters of experts need whole experts on each rank, which tensor parallelism alone cuts."""
-    axes = mode.split("+")
-    return kind == "experts" and "tp" in axes and "ep" not in axes
-
-
-def checks_of(kind: str, mode: str) -> tuple[str, ...]:
-    if is_refused(kind, mode):
-        return (REFUSED,)
+def checks_of(kind: str) -> tuple[str, ...]:
     return (*CHECKS[:3], REFUSED_BY_PEFT if kind == "experts" else CHECKS[3])
 
 
-CELLS = [(kind, mode, check) for kind in KINDS for mode in MODES for check in checks_of(kind, mode)]
+CELLS = [(kind, mode, check) for kind in KINDS for mode in MODES for check in checks_of(kind)]
 
 
 def name_of(kind: str, mode: str, check: str) -> str:

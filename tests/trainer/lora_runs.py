@@ -25,7 +25,15 @@ LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, "l
 EXPERT_LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "expert_projections": EXPERTS}
 MIXED: dict[str, Any] = {**EXPERT_LORA, "target_modules": ATTENTION}
 WIDE = {**WITHOUT_DROPOUT, "hidden_size": 64, "intermediate_size": 64}  # blocks of 64 weights
-FAMILIES = {"llama": LLAMA, "llama-plain": WITHOUT_DROPOUT, "llama-wide": WIDE, "moe": MOE}
+WIDER = {"hidden_size": 128, "intermediate_size": 128}  # two such blocks, one for each of two ranks
+FAMILIES = {
+    "llama": LLAMA,
+    "llama-plain": WITHOUT_DROPOUT,
+    "llama-wide": WIDE,
+    "llama-128": {**WITHOUT_DROPOUT, **WIDER},
+    "moe": MOE,
+    "moe-128": {**MOE, **WIDER, "head_dim": 32},
+}
 
 
 def write_base(directory: Path, family: str) -> Path:

@@ -20,7 +20,6 @@ from tests.trainer.kind_runs import (
     CELLS,
     KINDS,
     MODES,
-    REFUSED,
     REFUSED_BY_PEFT,
     WITH_ADAPTERS,
     Runs,
@@ -32,9 +31,7 @@ from tests.trainer.kind_runs import (
 from tests.trainer.lora_runs import adapter_of, live_logits, logits_of, token_ids
 from tests.trainer.runs import assert_equal
 from tests.trainer.task_runs import LABELS
-from tests.trainer.yaml_runs import END, SAVED, contents, look, ranks_of, yaml_of
-from tests.trainer.yaml_runs import _train as train_rank
-from tests.worlds import run_outcomes
+from tests.trainer.yaml_runs import END, SAVED, contents, look
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers.*"),
@@ -42,9 +39,9 @@ pytestmark = [
 ]
 
 QUICK = {
-    *(("merged", "fsdp2", check) for check in checks_of("merged", "fsdp2")),
+    *(("merged", "fsdp2", check) for check in checks_of("merged")),
     ("classifier", "tp", "exact"),
-    ("experts", "tp", REFUSED),
+    *(("experts", "tp", check) for check in checks_of("experts")),
 }
 STOCK = {
     "full": AutoModelForCausalLM,
@@ -171,25 +168,10 @@ def is_refused_by_peft(runs: Runs, kind: str, mode: str) -> None:
         PeftModel.from_pretrained(base, checkpoint)
 
 
-# ---- refused
-
-
-def is_refused(runs: Runs, kind: str, mode: str) -> None:
-    output = runs.directory / f"refused-{mode}"
-    changes = runs.changes(kind, family_of(kind, mode))
-    document = yaml_of(output, runs.samples(kind), MODES[mode], **changes)
-    outcomes = run_outcomes(ranks_of(MODES[mode]), train_rank, document, None)
-    for outcome in outcomes:
-        assert outcome.error_class == "ConfigError"
-        assert "expert_projections needs whole experts on each rank" in str(outcome.error)
-    assert not list(output.glob("checkpoint-*"))
-
-
 _CHECKS = {
     "save": is_what_one_process_writes,
     "exact": ends_with_the_bits_of_a_run_that_never_stopped,
     "reshard": is_taken_over_with_the_same_values,
     "loads": loads_where_people_load_it,
     REFUSED_BY_PEFT: is_refused_by_peft,
-    REFUSED: is_refused,
 }

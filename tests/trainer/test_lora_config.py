@@ -122,10 +122,13 @@ def test_a_base_in_few_bits_needs_bitsandbytes(key: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("settings", "mesh", "message"),
     [
-        ({"load_in_8bit": True}, {"dp_shard": 2}, "packed blocks that cannot be cut"),
+        (
+            {"load_in_8bit": True, "use_dora": True},
+            {"dp_shard": 2},
+            "load_in_4bit and load_in_8bit do not have on dp_shard=2: use dp_replicate_size only",
+        ),
         ({"target_parameters": ["x"]}, {"dp_shard": 2, "etp": 2}, "leave out expert_tp_size"),
-        ({"expert_projections": ["down_proj"]}, {"tp": 2}, "needs whole experts on each rank"),
-        ({"expert_projections": ["down_proj"]}, {"dp_shard": 2, "etp": 2}, "needs whole experts"),
+        ({"expert_projections": ["down_proj"]}, {"dp_shard": 2, "etp": 2}, "no rule for expert"),
     ],
 )
 def test_adapters_that_a_mesh_would_cut_wrongly_are_refused(

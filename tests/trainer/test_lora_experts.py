@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from milepost_trainer.expert_lora import FACTORS, grouped, put_expert_lora
+from milepost_trainer.expert_lora import grouped, put_expert_lora
 from milepost_trainer.lora_settings import LoraSettings
-from milepost_trainer.parallel.experts import expert_modules
+from milepost_trainer.parallel.experts import FACTORS, expert_modules
 from milepost_trainer.parallel.heads import Head, whole_model
 from tests.trainer.modes import config_of
 

@@ -108,6 +108,8 @@ def test_a_killed_adapter_run_ends_like_one_that_never_stopped(
         slow("", "dp_shard2 ep2", "moe", EXPERT_LORA, MERGED),
         slow("dp_shard2 ep2", "dp_shard4 ep2", "moe", MIXED, MERGED),
         slow("tp2 ep2", "cp2 ep2", "moe", MIXED, {}),
+        slow("tp2", "dp_shard2 ep2", "moe", MIXED, MERGED),
+        slow("dp_shard2 ep2", "dp_shard2 tp2", "moe", MIXED, {}),
     ],
 )
 def test_another_mesh_takes_an_adapter_run_over(
@@ -211,6 +213,7 @@ def test_stock_peft_refuses_what_it_would_load_by_half(
         slow("dp_shard2 tp2", "llama", LORA),
         slow("cp2", "llama", LORA),
         slow("", "moe", MIXED),
+        slow("dp_shard2 tp2", "moe", MIXED),
         ("dp_shard2 ep2", "moe", MIXED),
     ],
 )

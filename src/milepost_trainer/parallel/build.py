@@ -20,6 +20,7 @@ from milepost_trainer.parallel.heads import Head, Role, layers_of, load_whole, w
 from milepost_trainer.parallel.meshes import Meshes, make_meshes
 from milepost_trainer.parallel.model import ParallelModel
 from milepost_trainer.parallel.pipeline import Pipeline, stages_of_rank
+from milepost_trainer.parallel.quantized import lay_out_quantized, use_kernels_of_training
 from milepost_trainer.parallel.sizes import MeshSizes, PipelineSchedule
 from milepost_trainer.parallel.stages import cut_stage
 from milepost_trainer.parallel.tensor import apply_tensor_parallel
@@ -59,14 +60,21 @@ def build(
     device = device or torch.device("cpu")
     if sizes.cp > 1:
         attention = ulysses.NAME
-    native = head is Head.LANGUAGE_MODEL and adapt is None and _native(source, sizes)
+    native = (
+        head is Head.LANGUAGE_MODEL
+        and adapt is None
+        and quantization is None
+        and _native(source, sizes)
+    )
     model: Any
     if native:
         model = _distributed(source, sizes, seed, dtype, device, attention)
     else:
         model = whole_model(source, head, seed, dtype, attention, quantization, labels)
-        if quantization is None:  # else it lies where its keywords say
+        if quantization is None:
             model.to(device)
+        else:  # it lies where its keywords say
+            use_kernels_of_training(model)
     if adapt is not None:
         adapt(model)
     model.train(role is Role.TRAINED)
@@ -80,6 +88,8 @@ def build(
         alone = model if role is Role.FROZEN else DistributedDataParallel(model)
         built = ParallelModel([alone], sizes)
     else:
+        if quantization is not None:
+            lay_out_quantized(model)
         count = microbatches or 2 * sizes.pp
         built = _from_pieces(model, sizes, make_meshes(sizes, device.type), schedule, count)
     built.seed_random(seed)

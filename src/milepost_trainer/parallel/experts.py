@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 DOWN_BIAS = "down_proj_bias"
+FACTORS = "expert_lora"
+"""The module in a module of experts that has their grouped adapters, by projection."""
+
 _JOINED_B = re.compile(r"(^|\.)lora_B\.[^.]+$")
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -30,6 +33,30 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if name.endswith(".experts") and hasattr(module, "num_experts"):
             yield name, module
+
+
+def cut_grouped_adapters(model: nn.Module) -> None:
+    """Cuts the adapters of experts whose weights tensor parallelism has cut.
+
+    Of a weight whose outputs are cut, `lora_B` is cut with them; of one whose inputs are cut,
+    `lora_A`. The other factor stays whole on each rank.
+    """
+    for _, module in expert_modules(model):
+        for projection, adapter in getattr(module, FACTORS, nn.ModuleDict()).items():
+            weight = module.get_parameter(projection)
+            if isinstance(weight, DTensor):
+                _cut_factor(adapter, weight, is_transposed=bool(module.is_transposed))
+
+
+def _cut_factor(adapter: nn.Module, weight: DTensor, *, is_transposed: bool) -> None:
+    cut: Any = weight.placements[0]
+    outputs, inputs = (2, 1) if is_transposed else (1, 2)
+    name, dim = {outputs: ("lora_B", 2), inputs: ("lora_A", 1)}[cut.dim % weight.ndim]
+    pieces = getattr(cut, "split_factor", 1)
+    placement: Any = Shard(dim) if pieces == 1 else _StridedShard(dim=dim, split_factor=pieces)
+    whole = adapter.get_parameter(name)
+    sharded = distribute_tensor(whole.detach(), weight.device_mesh, [placement], src_data_rank=None)
+    adapter.register_parameter(name, nn.Parameter(sharded, whole.requires_grad))
 
 
 def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

@@ -13,6 +13,8 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from milepost_trainer.parallel.collectives import with_summed_gradient
 from milepost_trainer.parallel.dora import cut_magnitudes
+from milepost_trainer.parallel.experts import cut_grouped_adapters
+from milepost_trainer.parallel.quantized import prepare_cut
 from milepost_trainer.parallel.stages import PassThrough
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
@@ -88,6 +90,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
             continue
         module_name, _, param_name = name.rpartition(".")
         module = modules[module_name]
+        if not prepare_cut(module, name, style_name, mesh):
+            continue
         before = module.get_parameter(param_name)
         if before in sharded:
             module.register_parameter(param_name, sharded[before])
@@ -96,6 +100,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, st
             style.shard_param(module, param_name, mesh)
             sharded[before] = module.get_parameter(param_name)
     cut_magnitudes(model, mesh)
+    cut_grouped_adapters(model)
 
 
 def _sum_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
