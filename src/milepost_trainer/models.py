@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+import milepost as mp
 from milepost_trainer.config import ConfigError, TrainerConfig
 from milepost_trainer.lora import adapter, quantization
 from milepost_trainer.parallel import (
@@ -25,6 +28,34 @@ from milepost_trainer.parallel import (
 )
 from milepost_trainer.sinks import policy_of, prepare_sinks
 
+_OF_THE_HEAD = ("architectures", "id2label", "label2id", "pad_token_id")
+"""What a task sets in a configuration; the load compares heads by their tensors."""
+_OF_THE_FILE = ("dtype", "transformers_version", "_name_or_path")
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_to_build_from(
+    config: TrainerConfig, vocabulary: int, checkpoint: Path | None
+) -> Path | None:
+    """`checkpoint`, where a run that resumes from it builds its model from it; None for the base.
+
+    It is what `milepost.resolve_resume_weights_source` says, unless a model made so would not be
+    the one that the YAML describes: then that one is built, and the load says what does not fit.
+    Collective, with the errors of that function.
+    """
+    source = mp.resolve_resume_weights_source(checkpoint, config, config)
+    if checkpoint is None:
+        return None
+    if source.origin is mp.WeightsOrigin.BASE:
+        logger.info("the model is built from the base, and %s is read into it", checkpoint)
+        return None
+    if not _has_config(checkpoint, _base_of(config, vocabulary)):
+        logger.info("the model is built from the base: %s has another config.json", checkpoint)
+        return None
+    logger.info("the model is built from %s", checkpoint)
+    return checkpoint
+
 
 def build_model(
     config: TrainerConfig,
@@ -32,14 +63,14 @@ def build_model(
     *,
     head: Head = Head.LANGUAGE_MODEL,
     role: Role = Role.TRAINED,
+    checkpoint: Path | None = None,
 ) -> ParallelModel:
-    """The model on its mesh, from a directory or with random weights. Collective."""
-    source: Any = config.base
-    if isinstance(source, Path):
-        if not (source / "config.json").is_file():
-            raise ConfigError(f"model_name_or_path: {source} is no directory with a config.json")
-    else:
-        source = _random_config(source, vocabulary)
+    """The model on its mesh, from a directory or with random weights. Collective.
+
+    With `checkpoint` its weights are those that this one holds; it goes on to be named after the
+    base.
+    """
+    base = _base_of(config, vocabulary)
     try:
         sizes = MeshSizes(
             dp_replicate=config.dp_replicate_size,
@@ -53,7 +84,7 @@ def build_model(
         sizes.check_world(dist.get_world_size() if dist.is_initialized() else 1)
         dtype, device = getattr(torch, config.dtype), _device()
         model = build(
-            source,
+            base if checkpoint is None else checkpoint,
             sizes,
             seed=config.seed,
             schedule=PipelineSchedule(config.pipeline_schedule),
@@ -68,12 +99,46 @@ def build_model(
         )
         if config.use_grouped_gemm is not None and config.ep_size * config.expert_tp_size == 1:
             kernel = "grouped_mm" if config.use_grouped_gemm else "eager"
-            for module in model.modules:
-                inner: Any = getattr(module, "module", module)  # of DDP
-                inner.set_experts_implementation(kernel)
-        return model
+            for module in _unwrapped(model):
+                module.set_experts_implementation(kernel)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if checkpoint is not None:
+        mp.stamp_weights_source(model.model, checkpoint)
+        for module in _unwrapped(model):  # saves look there for a card, and the checkpoint may go
+            module.name_or_path = str(base) if isinstance(base, Path) else ""
+            module.config.name_or_path = module.name_or_path
+    return model
+
+
+def _unwrapped(model: ParallelModel) -> list[Any]:
+    return [getattr(module, "module", module) for module in model.modules]  # of DDP
+
+
+def _base_of(config: TrainerConfig, vocabulary: int) -> Any:
+    """What the YAML says of the model: the path of a directory, or a configuration."""
+    base = config.base
+    if not isinstance(base, Path):
+        return _random_config(base, vocabulary)
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"model_name_or_path: {base} is no directory with a config.json")
+    return base
+
+
+def _has_config(checkpoint: Path, base: Any) -> bool:
+    """Whether a model that is built from `checkpoint` is the one that the run would build."""
+    if not (checkpoint / "config.json").is_file():
+        return False
+    wanted = base if isinstance(base, PreTrainedConfig) else AutoConfig.from_pretrained(base)
+    saved = AutoConfig.from_pretrained(checkpoint)
+    asked, found = (each._attn_implementation for each in (wanted, saved))
+    return asked == found and _fields_of(wanted) == _fields_of(saved)
+
+
+def _fields_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that make a model, as a file has them."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {k: v for k, v in fields.items() if k not in (*_OF_THE_HEAD, *_OF_THE_FILE)}
 
 
 def _adapt(

@@ -12,7 +12,7 @@ import milepost as mp
 from milepost_trainer.balancing import SIDECAR, RouterBalancing
 from milepost_trainer.batches import GlobalBatches
 from milepost_trainer.config import ConfigError, TrainerConfig
-from milepost_trainer.models import build_model
+from milepost_trainer.models import build_model, checkpoint_to_build_from
 from milepost_trainer.optimizers import build_optimizers, build_schedulers
 from milepost_trainer.samples import Samples
 from milepost_trainer.sinks import SIDECAR as PROVENANCE
@@ -32,13 +32,13 @@ def train(config: TrainerConfig) -> None:
     `ConfigError` for what the YAML asks and cannot be had; errors of `milepost` as they are.
     """
     resume = _resume_from(config)
-    run = Run(config)
     save = _save_policy(config)
     keep = None if config.save_total_limit is None else mp.KeepLast(config.save_total_limit)
     best = mp.BestMetric(config.best_metric, _best_mode(config))
     with mp.CheckpointManager(
         config.output_dir, save=save, keep=keep, resume=resume, best=best
     ) as manager:
+        run = Run(config, manager)
         step = run.resume(manager)
         while step < config.max_steps and not manager.stop_requested:
             step += 1
@@ -50,15 +50,26 @@ def train(config: TrainerConfig) -> None:
 
 
 class Run:
-    """Everything that a training consists of; its state is what a checkpoint holds."""
+    """Everything that a training consists of; its state is what a checkpoint holds.
 
-    def __init__(self, config: TrainerConfig) -> None:
+    With `manager` the checkpoint that `resume` will load is chosen here: where the rules of a
+    resume say so, the model is built from it, and its weights are not read again.
+    """
+
+    def __init__(self, config: TrainerConfig, manager: mp.CheckpointManager | None = None) -> None:
         self.config = config
         kind = TASKS[config.task]
         self.tokenizer = tokenizer_for(config.base, needs_pad=kind.needs_pad)
         samples = _read_splits(config, kind, self.tokenizer)
-        self.model = build_model(config, len(self.tokenizer), head=kind.head)
+        vocabulary, checkpoint = len(self.tokenizer), None
+        if manager is not None:
+            checkpoint = manager.checkpoint_to_resume(moments=_moments(config))
+        source = checkpoint_to_build_from(config, vocabulary, checkpoint)
+        self.model = build_model(config, vocabulary, head=kind.head, checkpoint=source)
+        self._weights = mp.Weights.READ if source is None else mp.Weights.ALREADY_READ
         self.sinks = Sinks(config, self.model)
+        if checkpoint is not None:
+            self.sinks.check(checkpoint)
         self.task = kind(config, self.model, self.tokenizer)
         self.splits = {
             name: GlobalBatches(
@@ -205,11 +216,11 @@ class Run:
 
     def resume(self, manager: mp.CheckpointManager) -> int:
         """Go on from what the manager finds; the step that is done, 0 for a fresh run."""
-        allowed = self.config.allow_optimizer_warm_restart
         report = manager.resume(
             self.state(),
+            weights=self._weights,
             rng=mp.RngRestore.LATER,
-            moments=mp.Moments.FRESH_IF_UNUSABLE if allowed else mp.Moments.RESTORE,
+            moments=_moments(self.config),
         )
         if report is None:
             logger.info("a fresh run in %s", manager.directory)
@@ -217,7 +228,6 @@ class Run:
             for line in report.lines():
                 logger.info("%s", line)
             self.batches.check()
-            self.sinks.check(report.path)
         for line in self.task.prepare(self.splits, None if report is None else report.path):
             logger.info("%s", line)
         if report is None:
@@ -281,6 +291,12 @@ def _save_policy(config: TrainerConfig) -> mp.SavePolicy:
     if config.save_steps is None:
         return mp.OnSignal()
     return mp.AnyOf(mp.EveryNSteps(config.save_steps), mp.OnSignal())
+
+
+def _moments(config: TrainerConfig) -> mp.Moments:
+    if config.allow_optimizer_warm_restart:
+        return mp.Moments.FRESH_IF_UNUSABLE
+    return mp.Moments.RESTORE
 
 
 def _resume_from(config: TrainerConfig) -> mp.Resume | Path:

@@ -16,7 +16,14 @@ from milepost.tools.export import export_checkpoint
 from milepost_trainer.config import ConfigError
 from milepost_trainer.tasks import REFERENCE_FILE, ReferenceTask
 from milepost_trainer.training import Run, train
-from tests.trainer.task_runs import COUNT, different, stopped, task_config, write_lines
+from tests.trainer.task_runs import (
+    COUNT,
+    REFERENCED,
+    different,
+    stopped,
+    task_config,
+    write_lines,
+)
 from tests.trainer.yaml_runs import END, LLAMA, SAVED, WITHOUT_DROPOUT
 
 PRECOMPUTED: dict[str, Any] = {"precompute_reference_logps": True}
@@ -29,14 +36,18 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def begun(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return begin(tmp_path_factory.mktemp("begun"), lines, "dpo")
+
+
+def begin(directory: Path, lines: Path, task: str) -> Path:
     """A run that has come to its first save, with scores of two splits."""
-    directory = tmp_path_factory.mktemp("begun")
-    stopped(directory / "run", lines, "dpo", **PRECOMPUTED, eval_files=[str(evaluated(directory))])
+    others = str(evaluated(directory, task=task))
+    stopped(directory / "run", lines, task, **PRECOMPUTED, eval_files=[others])
     return directory / "run"
 
 
-def evaluated(directory: Path, begin: int = 40) -> Path:
-    return write_lines(directory, "dpo", begin=begin, count=5)
+def evaluated(directory: Path, begin: int = 40, task: str = "dpo") -> Path:
+    return write_lines(directory, task, begin=begin, count=5)
 
 
 def copied(begun: Path, tmp_path: Path) -> Path:
@@ -64,12 +75,15 @@ def test_the_file_has_the_scores_of_each_split_with_what_they_are_of(
     assert torch.allclose(table["splits"]["train"]["scores"], live, atol=1e-5)
 
 
+@pytest.mark.parametrize("task", REFERENCED)
 def test_a_resume_takes_the_scores_of_the_checkpoint(
-    begun: Path, lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    task: str, begun: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = copied(begun, tmp_path)
+    lines = write_lines(tmp_path, task)
+    run = copied(begun, tmp_path) if task == "dpo" else begin(tmp_path, lines, task)
+    others = [str(evaluated(tmp_path, task=task))]
     with caplog.at_level(logging.INFO, "milepost_trainer"):
-        train(task_config(run, lines, "dpo", **PRECOMPUTED, eval_files=[str(evaluated(tmp_path))]))
+        train(task_config(run, lines, task, **PRECOMPUTED, eval_files=others))
     assert f"reference scores of {COUNT + 5} samples restored" in caplog.text
     files = [run / f"checkpoint-{step}" / REFERENCE_FILE for step in (SAVED, END)]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -17,6 +17,7 @@ from tests.marks import slow
 from tests.states import same
 from tests.trainer.task_runs import (
     BERT,
+    REFERENCED,
     TASKS,
     history,
     kill_task,
@@ -80,13 +81,20 @@ def test_after_a_resume_the_reference_is_still_the_base(
     assert any(not torch.equal(policy[name], value) for name, value in original.named_parameters())
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "dpo"])
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        *((task, {}) for task in TASKS if task != "dpo"),
+        *((task, {"precompute_reference_logps": True}) for task in REFERENCED if task != "dpo"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_every_other_task_resumes_exactly(
-    task: str, samples: dict[str, Path], tmp_path: Path
+    task: str, changes: dict[str, Any], samples: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(task_config(tmp_path / "whole", samples[task], task))
-    stopped(tmp_path / "parts", samples[task], task)
-    train(task_config(tmp_path / "parts", samples[task], task))
+    train(task_config(tmp_path / "whole", samples[task], task, **changes))
+    stopped(tmp_path / "parts", samples[task], task, **changes)
+    train(task_config(tmp_path / "parts", samples[task], task, **changes))
     whole, parts = (tmp_path / name / f"checkpoint-{END}" for name in ("whole", "parts"))
     assert history(parts) == history(whole)
     assert same(contents(parts), contents(whole))

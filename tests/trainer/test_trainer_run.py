@@ -171,3 +171,17 @@ def test_other_data_is_refused_at_resume(text: Path, tmp_path: Path) -> None:
     train(config_of(tmp_path, text, max_steps=2))
     with pytest.raises(ConfigError, match="give other samples"):
         train(config_of(tmp_path, text, max_seq_length=8))
+
+
+def test_true_that_finds_only_torn_and_foreign_directories_is_no_fresh_run(
+    text: Path, tmp_path: Path
+) -> None:
+    train(config_of(tmp_path, text, max_steps=1))
+    (tmp_path / "checkpoint-1" / "milepost.json").unlink()
+    foreign = tmp_path / "checkpoint-5"
+    foreign.mkdir()
+    (foreign / "pytorch_model.bin").write_bytes(b"of another program")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(mp.errors.NotCommittedError, match=r"checkpoint-1 \(.*checkpoint-5 \("):
+        train(config_of(tmp_path, text))
+    assert sorted(tmp_path.rglob("*")) == before

@@ -49,7 +49,8 @@ class _Search:
     """How far a resume has looked for its checkpoint. `found` is the coordinator's.
 
     `number` is that of the candidate at hand, `passed` says what was passed over and why;
-    `is_proven` when the candidate at hand is known to be sound.
+    `is_proven` when the candidate at hand is known to be sound, `is_told` when the log has that
+    there is none.
     """
 
     told: Mapping[str, Any]
@@ -57,6 +58,7 @@ class _Search:
     passed: list[str]
     number: int = 0
     is_proven: bool = False
+    is_told: bool = False
 
 
 class StepRun:
@@ -191,8 +193,10 @@ class StepRun:
         """Return when there is no candidate at all: the run is a fresh one."""
         if search.told["candidates"]:
             raise all_damaged(self.directory, [*search.passed, *search.told["troubles"]])
-        text = "; ".join(["no checkpoint to resume from, a fresh run", *search.passed])
-        logger.warning("%s: %s", self.directory, text)
+        if not search.is_told:
+            text = "; ".join(["no checkpoint to resume from, a fresh run", *search.passed])
+            logger.warning("%s: %s", self.directory, text)
+            search.is_told = True
 
     def _load_newest(
         self, state: State, options: dict[str, Any], search: _Search
