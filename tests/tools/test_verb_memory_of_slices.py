@@ -113,9 +113,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, verb: str) -> None:
     assert peaks[1] - peaks[0] <= SPREAD, peaks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS)
-def test_memory_is_flat_over_inputs_of_half_a_gigabyte_to_two(tmp_path: Path, verb: str) -> None:
-    peaks = peaks_of(verb, tmp_path, (504, 1008, 2016))
+@pytest.mark.slow  # the other verbs: test_verb_memory.py
+def test_banks_are_merged_in_flat_memory_over_half_a_gigabyte_to_two(tmp_path: Path) -> None:
+    peaks = peaks_of("merge-ep-shards to banks", tmp_path, (504, 1008, 2016))
     assert max(peaks) <= BOUND, peaks
     assert max(peaks) - min(peaks) <= SPREAD, peaks
