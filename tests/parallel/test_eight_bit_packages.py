@@ -253,6 +253,7 @@ def test_adapters_on_a_base_in_few_bits_resume_and_load_in_stock_peft(
     from transformers import AutoModelForCausalLM
 
     from milepost_trainer.lora import quantization
+    from milepost_trainer.parallel.quantized import use_kernels_of_training
     from milepost_trainer.training import train as train_run
     from tests.states import same
     from tests.trainer import lora_runs, yaml_runs
@@ -275,6 +276,7 @@ def test_adapters_on_a_base_in_few_bits_resume_and_load_in_stock_peft(
     assert config.lora is not None
     options: Any = quantization(config.lora, torch.float32, torch.device("cpu"))
     plain = AutoModelForCausalLM.from_pretrained(base, **options)
+    use_kernels_of_training(plain)
     before = lora_runs.logits_of(plain)
     logits = lora_runs.logits_of(PeftModel.from_pretrained(plain, checkpoint))
     live = lora_runs.live_logits(tmp_path / "whole", text, **changes)
