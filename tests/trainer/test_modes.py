@@ -46,9 +46,6 @@ CASES = [
     *(pytest.param(m, FULL, id=f"{m}-full", marks=pytest.mark.slow) for m in EVERY),
 ]
 
-NEIGHBOURS = 6
-"""From as many others of its family a shape takes over, and as many take over from it."""
-
 RunOf = Callable[[Mode, Steps], Path]
 
 
@@ -114,10 +111,8 @@ def test_a_resume_is_exact_on_the_same_shape_and_equal_from_others(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", EVERY, ids=str)
-def test_a_shape_resumes_exactly_and_takes_over_from_others(mode: Mode, run_of: RunOf) -> None:
-    ring = FAMILIES[mode.family]
-    after = ring.index(mode) + 1
-    others = [alone(mode.family), *[*ring[after:], *ring[: after - 1]][:NEIGHBOURS]]
+def test_a_shape_resumes_exactly_and_takes_over_from_every_other(mode: Mode, run_of: RunOf) -> None:
+    others = [alone(mode.family), *(m for m in FAMILIES[mode.family] if m != mode)]
     runs = [run_of(other, FULL) for other in others]
     size = mode.sizes.world_size
     run_world(size, take_over, mode, run_of(mode, FULL), runs, deadline_s=280)
