@@ -4,6 +4,7 @@ are: twice the largest group and 64 MiB, and flat."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,12 +39,13 @@ VERBS = [
 SPREAD_MIB = 24
 
 
-def peak_of(verb: str, megabytes: int, directory: Path) -> float:
+def peak_of(verb: str, megabytes: int, directory: Path, threads: int = 2) -> float:
     """MiB of anonymous memory above that of the process; the bound of the verb holds."""
     out = directory / f"{megabytes}.json"
     command = [sys.executable, str(SCRIPT), "--nbytes", f"{megabytes}MiB", "--rounds", "1"]
     command += ["--verbs", verb, "--directory", str(directory), "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "MILEPOST_IO_THREADS": str(threads)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert out.exists(), done.stderr
     content: dict[str, Any] = json.loads(out.read_text())
     ((row,),) = content["tables"].values()
@@ -59,7 +61,8 @@ def test_a_merge_of_three_models_keeps_to_its_bound(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_memory_is_flat_over_inputs_of_half_a_gigabyte_to_two(tmp_path: Path, verb: str) -> None:
-    peaks = [peak_of(verb, megabytes, tmp_path) for megabytes in (512, 1024, 2048)]
+    """With one thread: of several, it is a matter of chance whether all hold their most at once."""
+    peaks = [peak_of(verb, megabytes, tmp_path, threads=1) for megabytes in (512, 1024, 2048)]
     assert max(peaks) - min(peaks) <= SPREAD_MIB, peaks
 
 
