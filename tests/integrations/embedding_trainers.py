@@ -11,7 +11,14 @@ import torch
 import transformers
 
 from milepost.integrations.transformers import MilepostTrainerMixin
-from tests.integrations.trainers import KillAt, bits, history, moments, tiny_tokenizer
+from tests.integrations.trainers import (
+    EIGHT_STEPS,
+    KillAt,
+    bits,
+    history,
+    moments,
+    tiny_tokenizer,
+)
 
 
 class Trainer(MilepostTrainerMixin, sentence_transformers.SentenceTransformerTrainer):  # type: ignore[misc]
@@ -81,18 +88,8 @@ def make(
         loss = losses.SoftmaxLoss(model, embedding_dimension=8, num_labels=3)
     else:
         loss, data = losses.MultipleNegativesRankingLoss(model), data.remove_columns("label")
-    given: dict[str, Any] = {
-        "output_dir": str(out),
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": 8,
-        "save_steps": 3,
-        "logging_steps": 2,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    args = sentence_transformers.SentenceTransformerTrainingArguments(**{**given, **more})
+    kind = sentence_transformers.SentenceTransformerTrainingArguments
+    args = kind(str(out), **{**EIGHT_STEPS, **more})
     return cls(model=model, args=args, train_dataset=data, loss=loss, callbacks=[KillAt(kill_at)])
 
 

@@ -17,6 +17,15 @@ from torch import nn
 from milepost.integrations.transformers import MilepostTrainerMixin
 
 VOCABULARY = 32
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""What all trainings here are told."""
+EIGHT_STEPS = {**ARGUMENTS, "max_steps": 8, "save_steps": 3, "logging_steps": 2}
 
 
 class Trainer(MilepostTrainerMixin, transformers.Trainer):  # type: ignore[misc]
@@ -85,20 +94,10 @@ def make(
     for_trainer = {k: options.pop(k) for k in [*options] if k in own or k.startswith("milepost_")}
     if kill_at:
         for_trainer["callbacks"] = [*for_trainer.get("callbacks", []), KillAt(kill_at)]
-    arguments = {
-        "output_dir": str(out),
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": 12,
-        "save_steps": 4,
-        "logging_steps": 3,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+    steps = {"max_steps": 12, "save_steps": 4, "logging_steps": 3}
     return cls(
         model=tiny_model() if model is None else model,
-        args=transformers.TrainingArguments(**{**arguments, **options}),
+        args=transformers.TrainingArguments(str(out), **{**ARGUMENTS, **steps, **options}),
         train_dataset=token_data(),
         **for_trainer,
     )

@@ -12,7 +12,13 @@ import transformers
 import trl
 
 from milepost.integrations.transformers import MilepostTrainerMixin
-from tests.integrations.trainers import KillAt, tiny_config, tiny_model, tiny_tokenizer
+from tests.integrations.trainers import (
+    EIGHT_STEPS,
+    KillAt,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 
 class SFTTrainer(MilepostTrainerMixin, trl.SFTTrainer):  # type: ignore[misc]
@@ -54,19 +60,7 @@ def _preferences(count: int = 16, *, prompt: bool = True) -> Any:
 
 
 def _arguments(config: Any, out: Path, **options: Any) -> Any:
-    given: dict[str, Any] = {
-        "output_dir": str(out),
-        "use_cpu": True,
-        "bf16": False,
-        "per_device_train_batch_size": 2,
-        "max_steps": 8,
-        "save_steps": 3,
-        "logging_steps": 2,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    return config(**{**given, **options})
+    return config(str(out), **{**EIGHT_STEPS, "bf16": False, **options})
 
 
 def lora() -> Any:
