@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from milepost.integrations.transformers_resume import is_milepost
 from tests.integrations.trainers import (
     DDP,
     FSDP,
@@ -79,6 +80,34 @@ def fsdp_run(rank: int, world_size: int, out: str) -> Any:
             "level": resumed.milepost_report.level.value,
             "is sharded": is_sharded(resumed),
         }
+
+
+def stock_fsdp_run(rank: int, world_size: int, out: str, kind: str) -> Any:
+    quiet()
+    place = Path(out)
+    config = {**FSDP["fsdp_config"], "state_dict_type": kind}
+    options = {**FSDP, "fsdp_config": config, "logging_steps": 1}
+    with real_fsdp2():
+        whole = run(make(place / "whole", **options))
+        run(make(place / "stock", cls=transformers.Trainer, kill_at=6, **options))
+        path = place / "stock" / "checkpoint-4"
+        resumed = run(make(place / "stock", model=tiny_model(7), **options), str(path))
+        return {
+            "is ours": is_milepost(path),
+            "whole": outcome(whole),
+            "resumed": outcome(resumed),
+            "is sharded": is_sharded(resumed),
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_what_accelerates_fsdp_wrote_for_the_stock_trainer_resumes_exactly(
+    tmp_path: Path, kind: str
+) -> None:
+    for found in run_world(2, stock_fsdp_run, str(tmp_path), kind):
+        assert not found["is ours"] and found["is sharded"]
+        assert found["resumed"] == found["whole"]
 
 
 def best_run(rank: int, world_size: int, out: str) -> Any:
