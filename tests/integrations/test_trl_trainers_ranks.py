@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import transformers
@@ -22,7 +23,15 @@ from tests.integrations.trainers import (
     run,
     stock_files,
 )
-from tests.integrations.trl_trainers import dpo, load_model, lora, reward, sft, write_base
+from tests.integrations.trl_trainers import (
+    dpo,
+    load_model,
+    lora,
+    preferences,
+    reward,
+    sft,
+    write_base,
+)
 from tests.worlds import run_world
 
 
@@ -34,11 +43,18 @@ def dpo_with_model(base: Path, out: Path, **options: Any) -> Any:
     return dpo(base, out, ref_model=load_model(base), **options)
 
 
+def dpo_with_scores(base: Path, out: Path, **options: Any) -> Any:
+    """The reference's scores lie in a file beside the data, which all ranks read."""
+    data = datasets.load_from_disk(base / "preferences")
+    return dpo(base, out, data=data, precompute_ref_log_probs=True, **options)
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
     "sft": sft,
     "dpo": dpo,
     "dpo with an adapter": dpo_with_adapter,
     "dpo with a model as reference": dpo_with_model,
+    "dpo with scores known before": dpo_with_scores,
     "reward": reward,
 }
 
@@ -92,6 +108,7 @@ def test_two_ranks_of_a_trainer_of_trl_resume_to_the_bits_of_a_run_that_never_st
     tmp_path: Path, is_fsdp: bool, kinds: list[str]
 ) -> None:
     base = write_base(tmp_path / "base")
+    preferences().save_to_disk(base / "preferences")
     start = bits(load_model(base))
     ranks = run_world(2, trained, base, tmp_path, is_fsdp, kinds)
     for kind in kinds:

@@ -49,7 +49,7 @@ def _texts(count: int = 16) -> Any:
     return datasets.Dataset.from_dict({"text": [_words(n, 5 + n % 3) for n in range(count)]})
 
 
-def _preferences(count: int = 16, *, prompt: bool = True) -> Any:
+def preferences(count: int = 16, *, prompt: bool = True) -> Any:
     columns = {
         "chosen": [_words(2 * n + 100, 4) for n in range(count)],
         "rejected": [_words(2 * n + 101, 4) for n in range(count)],
@@ -100,13 +100,14 @@ def dpo(
     kill_at: int = 0,
     peft_config: Any = None,
     ref_model: Any = None,
+    data: Any = None,
     **options: Any,
 ) -> Any:
     return cls(
         model=load_model(base),
         ref_model=ref_model,
         args=_arguments(trl.DPOConfig, out, max_length=12, **options),
-        train_dataset=_preferences(),
+        train_dataset=preferences() if data is None else data,
         processing_class=tiny_tokenizer(),
         callbacks=[KillAt(kill_at)],
         peft_config=peft_config,
@@ -121,7 +122,7 @@ def reward(
     return cls(
         model=model,
         args=_arguments(trl.RewardConfig, out, max_length=8, **options),
-        train_dataset=_preferences(prompt=False),
+        train_dataset=preferences(prompt=False),
         processing_class=tiny_tokenizer(),
         callbacks=[KillAt(kill_at)],
     )
