@@ -49,11 +49,6 @@ def adapter(settings: LoraSettings, sizes: MeshSizes, seed: int) -> Callable[[nn
 
 def check_mesh(settings: LoraSettings, sizes: MeshSizes) -> None:
     """`ValueError` for adapters that the mesh cannot hold."""
-    if settings.quantized and settings.use_dora and sizes.world_size > sizes.dp_replicate:
-        raise ValueError(
-            "use_dora needs the norms of whole weights, which load_in_4bit and load_in_8bit do not "
-            f"have on {sizes}: use dp_replicate_size only, or leave out use_dora"
-        )
     if settings.target_parameters and sizes.etp > 1:
         raise ValueError(
             "target_parameters needs whole experts or ranks that read the same tokens: leave out "

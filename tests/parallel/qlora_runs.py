@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fourbit": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
     "eightbit": {"load_in_8bit": True},
 }
+DORA = {f"{kind}-dora": {**keys, "use_dora": True} for kind, keys in KINDS.items()}
 CELLS = [(kind, mode, check) for kind in KINDS for mode in MODES for check in CHECKS]
 
 
@@ -52,7 +53,8 @@ class Runs:
 
     def changes(self, kind: str, family: str) -> dict[str, Any]:
         """What the YAML of a kind says."""
-        return on_base(self.base(family), lora={**LORA, "lora_dropout": 0.0, **KINDS[kind]})
+        keys = {**KINDS, **DORA}[kind]
+        return on_base(self.base(family), lora={**LORA, "lora_dropout": 0.0, **keys})
 
     def of(self, kind: str, mode: str, family: str | None = None) -> Path:
         """The last checkpoint of a run that never stopped."""

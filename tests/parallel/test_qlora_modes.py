@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
 
 import milepost as mp
 from milepost_trainer.lora import quantization
 from milepost_trainer.lora_settings import LoraSettings
 from milepost_trainer.parallel import MeshSizes, Role, build
+from milepost_trainer.parallel.dora import dequantize_for_norms
 from milepost_trainer.parallel.quantized import lay_out_quantized
 from milepost_trainer.training import train
 from tests.parallel.models import whole
-from tests.parallel.qlora_runs import CELLS, KINDS, Runs, answers, family_of, quantized
+from tests.parallel.qlora_runs import CELLS, DORA, KINDS, Runs, answers, family_of, quantized
 from tests.states import same
-from tests.trainer.kind_runs import MODES, name_of
+from tests.trainer.kind_runs import CHECKS, MODES, name_of
 from tests.trainer.lora_runs import adapter_of, logits_of, on_base, token_ids, write_base
 from tests.trainer.yaml_runs import (
     SAVED,
@@ -109,7 +110,8 @@ def look_at_parts_of_a_row(model: Any, count: int) -> None:
 def loads_in_peft_on_the_same_base(runs: Runs, kind: str, mode: str) -> None:
     """And answers as the ranks do, each in its columns."""
     end, family = runs.of(kind, mode), family_of(mode)
-    plain = quantized(runs.base(family), **KINDS[kind])
+    bits = kind.removesuffix("-dora")
+    plain = quantized(runs.base(family), **KINDS[bits])
     if "cp" in mode:
         look_at_parts_of_a_row(plain, 2)
     before = logits_of(plain)
@@ -119,7 +121,7 @@ def loads_in_peft_on_the_same_base(runs: Runs, kind: str, mode: str) -> None:
     for begin, logits in answers(end.parent, runs.text, ranks_of(mesh), mesh, **changes):
         mine = expected[:, begin : begin + logits.shape[1]]
         assert logits.shape == mine.shape
-        assert (logits - mine).abs().max() < ROUNDING[kind]
+        assert (logits - mine).abs().max() < ROUNDING[bits]
 
 
 _CHECKS = {
@@ -128,6 +130,46 @@ _CHECKS = {
     "reshard": is_taken_over_with_the_same_values,
     "loads": loads_in_peft_on_the_same_base,
 }
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("mode", ["fsdp2", "tp", "ep", "cp", "fsdp2+tp"])
+@pytest.mark.parametrize("kind", DORA)
+def test_dora_beside_a_base_in_few_bits_on_a_mode(
+    kind: str, mode: str, check: str, runs: Runs
+) -> None:
+    _CHECKS[check](runs, kind, mode)
+    if check == "save":
+        names = [name for name in adapter_of(runs.of(kind, mode)) if "magnitude" in name]
+        assert len(names) == 6  # q, v and o of two layers
+
+
+@pytest.mark.parametrize("bits", KINDS)
+def test_dora_learns_beside_dropout_as_in_peft(bits: str, runs: Runs) -> None:
+    """Where inputs of factors are dropped, the base is asked once more, for what is left."""
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], use_dora=True, lora_dropout=0.3
+    )
+    found = []
+    for is_ours in (False, True):
+        model = quantized(runs.base("llama-128"), **KINDS[bits])
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param.data, std=0.1)
+        if is_ours:
+            lay_out_quantized(model)
+            dequantize_for_norms(model)
+        model.train()
+        torch.manual_seed(1)
+        model(token_ids()).logits.square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    peft_has, has = found
+    assert peft_has.keys() == has.keys() and any("magnitude" in name for name in has)
+    for name, gradient in peft_has.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(has[name], gradient, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -122,11 +122,6 @@ def test_a_base_in_few_bits_needs_bitsandbytes(key: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("settings", "mesh", "message"),
     [
-        (
-            {"load_in_8bit": True, "use_dora": True},
-            {"dp_shard": 2},
-            "load_in_4bit and load_in_8bit do not have on dp_shard=2: use dp_replicate_size only",
-        ),
         ({"target_parameters": ["x"]}, {"dp_shard": 2, "etp": 2}, "leave out expert_tp_size"),
         ({"expert_projections": ["down_proj"]}, {"dp_shard": 2, "etp": 2}, "no rule for expert"),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from milepost_trainer.parallel import ulysses
+from milepost_trainer.parallel.dora import dequantize_for_norms
 from milepost_trainer.parallel.experts import apply_expert_parallel, expert_modules
 from milepost_trainer.parallel.heads import Head, Role, layers_of, load_whole, whole_model
 from milepost_trainer.parallel.meshes import Meshes, make_meshes
@@ -90,6 +91,7 @@ def build(
     else:
         if quantization is not None:
             lay_out_quantized(model)
+            dequantize_for_norms(model)
         count = microbatches or 2 * sizes.pp
         built = _from_pieces(model, sizes, make_meshes(sizes, device.type), schedule, count)
     built.seed_random(seed)

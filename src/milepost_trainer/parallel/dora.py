@@ -1,13 +1,14 @@
-"""DoRA beside tensor parallelism: magnitudes of weights of which a rank has rows or columns.
+"""DoRA beside weights that are cut or in few bits: magnitudes where peft cannot compute the norms.
 
 A magnitude belongs to an output of a layer, and is divided by the norm of all weights of that
 output. Ranks with some of the outputs have these norms, and cut the magnitudes as they cut the
 weight. Ranks with some of the inputs add their sums of squares up, and have all magnitudes, the
-same on each.
+same on each. Norms of a weight in few bits are those of what it is dequantised to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,24 +16,38 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
+from milepost_trainer.parallel.quantized import QUANTIZED, local_of
+
 _MAGNITUDES = "lora_magnitude_vector"
 
 
 def cut_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
     """Puts right the DoRA layers of peft whose weights have been cut over the 1-D `mesh`."""
-    for layer in model.modules():
-        magnitudes = getattr(layer, _MAGNITUDES, None)
-        if not isinstance(magnitudes, nn.ModuleDict) or not len(magnitudes):
-            continue
-        base: Any = layer.get_base_layer()  # type: ignore[operator]
+    for base, modules in _layers(model):
         if not isinstance(base.weight, DTensor):
             continue
-        for module in magnitudes.values():
+        for module in modules:
             if isinstance(base, nn.Embedding):
                 module.forward = _EmbeddingMagnitudes(module, mesh)
             else:
-                module.forward = _LinearMagnitudes(module, mesh)
+                module.forward = _LinearMagnitudes(module)
                 _cut_like_outputs(module, base.weight)
+
+
+def dequantize_for_norms(model: nn.Module) -> None:
+    """Puts right the DoRA layers of peft around layers in few bits that it does not know."""
+    for base, modules in _layers(model):
+        if isinstance(base, QUANTIZED):
+            for module in modules:
+                module.forward = _LinearMagnitudes(module)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[Any, list[nn.Module]]]:
+    """The adapted layers, each with the modules of its magnitudes."""
+    for layer in model.modules():
+        magnitudes = getattr(layer, _MAGNITUDES, None)
+        if isinstance(magnitudes, nn.ModuleDict) and len(magnitudes):
+            yield layer.get_base_layer(), list(magnitudes.values())  # type: ignore[operator]
 
 
 def _cut_like_outputs(module: nn.Module, weight: DTensor) -> None:
@@ -48,8 +63,8 @@ def _cut_like_outputs(module: nn.Module, weight: DTensor) -> None:
 class _LinearMagnitudes:
     """Replaces the forward of the DoRA of a linear layer, `module`."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module, self.mesh = module, mesh
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     def __call__(
         self,
@@ -66,30 +81,34 @@ class _LinearMagnitudes:
         `lora_A` and `lora_B`. Collective.
         """
         if base_result is None:
-            base_result = base_layer(x.to(base_layer.weight.dtype)).to(x.dtype)
+            is_quantized = isinstance(base_layer, QUANTIZED)
+            taken = x if is_quantized else x.to(base_layer.weight.dtype)
+            base_result = base_layer(taken).to(x.dtype)
         width = base_result.shape[-1]
         if base_layer.bias is not None:
-            base_result = base_result - self._of_width(_local(base_layer.bias), width)
+            base_result = base_result - self._of_width(local_of(base_layer.bias), width)
         a, b = factors["lora_A"], factors["lora_B"]
-        norms = self._norms(base_layer.weight, a.weight, b.weight, scaling, x.dtype)
-        ratios = self._of_width(_local(self.module.get_parameter("weight")) / norms, width)
+        norms = self._norms(base_layer, a.weight, b.weight, scaling, x.dtype)
+        ratios = self._of_width(local_of(self.module.get_parameter("weight")) / norms, width)
         added: torch.Tensor = (ratios - 1) * base_result + ratios * b(a(x)) * scaling
         return added
 
     @torch.no_grad()
     def _norms(
         self,
-        weight: Any,
+        base_layer: nn.Linear,
         a: torch.Tensor,
         b: torch.Tensor,
         scaling: float,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Norms of this rank's outputs; as in peft they are constants to the gradient."""
-        total = _local(weight).to(dtype) + scaling * (_local(b) @ _local(a)).to(dtype)
+        weight = base_layer.weight
+        held = base_layer.dequantized() if isinstance(base_layer, QUANTIZED) else local_of(weight)
+        total = held.to(dtype) + scaling * (local_of(b) @ local_of(a)).to(dtype)
         squares = total.square().sum(dim=1)
-        if _cut_dim(weight) != 0:
-            squares = DTensor.from_local(squares, self.mesh, [Partial()]).full_tensor()
+        if isinstance(weight, DTensor) and _cut_dim(weight) != 0:
+            squares = DTensor.from_local(squares, weight.device_mesh, [Partial()]).full_tensor()
         return squares.sqrt()
 
     def _of_width(self, vector: torch.Tensor, width: int) -> torch.Tensor:
@@ -99,7 +118,7 @@ class _LinearMagnitudes:
         weight: Any = self.module.get_parameter("weight")
         whole = DTensor.from_local(
             vector,
-            self.mesh,
+            weight.device_mesh,
             weight.placements,
             run_check=False,
             shape=torch.Size([width]),
@@ -137,7 +156,7 @@ class _EmbeddingMagnitudes:
         factor = (a if has_tokens else b).detach()
         cut = distribute_tensor(factor, self.mesh, weight.placements, src_data_rank=None).to_local()
         delta = cut @ b if has_tokens else a @ cut
-        squares = (_local(weight) + scaling * delta).square().sum(dim=0)
+        squares = (local_of(weight) + scaling * delta).square().sum(dim=0)
         if has_tokens:
             return DTensor.from_local(squares, self.mesh, [Partial()]).full_tensor().sqrt()
         whole = weight.shape[1:]
@@ -151,7 +170,3 @@ def _cut_dim(weight: DTensor) -> int | None:
     """The dim along which a weight is cut; strided cuts are no `Shard` to torch."""
     (placement,) = weight.placements
     return getattr(placement, "dim", None)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 _SCALES = "scales"
 _COLUMNS_MORE = 16  # as many as keep products of 8-bit matrices aligned
@@ -49,23 +50,35 @@ class FourBitLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bitsandbytes = importlib.import_module("bitsandbytes")
+        dtype = self.compute_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        packed, state = self._packed(self.weight, self.scales)
+        product: torch.Tensor = bitsandbytes.matmul_4bit(
+            x.to(dtype), packed, bias=bias, quant_state=state
+        )
+        return product.to(x.dtype)
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight, of this rank's rows and columns, in the dtype that it was quantised from."""
+        functional = importlib.import_module("bitsandbytes").functional
+        packed, state = self._packed(local_of(self.weight), local_of(self.scales))
+        weight: torch.Tensor = functional.dequantize_4bit(packed, state)
+        return weight
+
+    def _packed(self, weight: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What bitsandbytes takes for the weight."""
         here = (self.out_features, self.in_features)
         if self.has_rows:
-            here = (self.weight.shape[0], 2 * self.weight.shape[1])
-        state = bitsandbytes.functional.QuantState(
-            absmax=self.scales.view(-1),
+            here = (weight.shape[0], 2 * weight.shape[1])
+        state = importlib.import_module("bitsandbytes").functional.QuantState(
+            absmax=scales.view(-1),
             shape=torch.Size(here),
             code=self.code,
             blocksize=self.block_size,
             quant_type=self.quant_type,
             dtype=self.stored_dtype,
         )
-        dtype = self.compute_dtype or x.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        product: torch.Tensor = bitsandbytes.matmul_4bit(
-            x.to(dtype), self.weight.view(-1, 1), bias=bias, quant_state=state
-        )
-        return product.to(x.dtype)
+        return weight.view(-1, 1), state
 
 
 class EightBitLinear(nn.Linear):
@@ -100,6 +113,14 @@ class EightBitLinear(nn.Linear):
         product: torch.Tensor = bitsandbytes.matmul(x, weight, bias=bias, state=state)
         return product
 
+    def dequantized(self) -> torch.Tensor:
+        """The weight, of this rank's rows and columns, in fp32."""
+        functional = importlib.import_module("bitsandbytes").functional
+        weight: torch.Tensor = functional.int8_vectorwise_dequant(
+            local_of(self.weight), local_of(self.scales)
+        )
+        return weight
+
     def _with_largest_of_all(
         self, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +135,9 @@ class EightBitLinear(nn.Linear):
             torch.cat((x, largest.to(x.dtype), zeros), dim=-1),
             torch.cat((weight, weightless), dim=-1),
         )
+
+
+QUANTIZED = (FourBitLinear, EightBitLinear)
 
 
 def use_kernels_of_training(model: nn.Module) -> None:
@@ -161,6 +185,11 @@ def _require_whole_blocks(module: FourBitLinear, name: str, by_columns: bool, wa
             f"{block} weights: cut by {'columns' if by_columns else 'rows'}, it needs a multiple "
             f"of {unit}. Use dp_shard_size or cp_size in place of tp_size, or load_in_8bit"
         )
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
