@@ -83,15 +83,16 @@ def build(
         model.requires_grad_(False)
     if not native and sizes.ep * sizes.etp > 1 and not any(True for _ in expert_modules(model)):
         raise ValueError(f"{type(model).__name__} has no fused experts: use ep=1 and etp=1")
+    if quantization is not None:
+        if sizes.world_size > sizes.dp_replicate:
+            lay_out_quantized(model)
+        dequantize_for_norms(model)
     if native or sizes.world_size == 1:
         built = ParallelModel([model], sizes)
     elif sizes.world_size == sizes.dp_replicate:
         alone = model if role is Role.FROZEN else DistributedDataParallel(model)
         built = ParallelModel([alone], sizes)
     else:
-        if quantization is not None:
-            lay_out_quantized(model)
-            dequantize_for_norms(model)
         count = microbatches or 2 * sizes.pp
         built = _from_pieces(model, sizes, make_meshes(sizes, device.type), schedule, count)
     built.seed_random(seed)

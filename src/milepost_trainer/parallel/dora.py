@@ -8,6 +8,7 @@ same on each. Norms of a weight in few bits are those of what it is dequantised 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from milepost_trainer.parallel.quantized import QUANTIZED, local_of
+from milepost_trainer.parallel.quantized import dequantized, local_of
 
 _MAGNITUDES = "lora_magnitude_vector"
 
@@ -35,9 +36,14 @@ def cut_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def dequantize_for_norms(model: nn.Module) -> None:
-    """Puts right the DoRA layers of peft around layers in few bits that it does not know."""
+    """Puts right the DoRA layers of peft around weights in few bits.
+
+    Those of `FourBitLinear` and `EightBitLinear` peft does not know, and it replaces the weight of
+    a `Linear8bitLt` on a CPU by one without scales. It gets along with a `Linear4bit`.
+    """
+    four_bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for base, modules in _layers(model):
-        if isinstance(base, QUANTIZED):
+        if not base.weight.is_floating_point() and not isinstance(base, four_bit):
             for module in modules:
                 module.forward = _LinearMagnitudes(module)
 
@@ -81,9 +87,8 @@ class _LinearMagnitudes:
         `lora_A` and `lora_B`. Collective.
         """
         if base_result is None:
-            is_quantized = isinstance(base_layer, QUANTIZED)
-            taken = x if is_quantized else x.to(base_layer.weight.dtype)
-            base_result = base_layer(taken).to(x.dtype)
+            dtype = base_layer.weight.dtype
+            base_result = base_layer(x.to(dtype) if dtype.is_floating_point else x).to(x.dtype)
         width = base_result.shape[-1]
         if base_layer.bias is not None:
             base_result = base_result - self._of_width(local_of(base_layer.bias), width)
@@ -104,7 +109,7 @@ class _LinearMagnitudes:
     ) -> torch.Tensor:
         """Norms of this rank's outputs; as in peft they are constants to the gradient."""
         weight = base_layer.weight
-        held = base_layer.dequantized() if isinstance(base_layer, QUANTIZED) else local_of(weight)
+        held = local_of(weight) if weight.is_floating_point() else dequantized(base_layer)
         total = held.to(dtype) + scaling * (local_of(b) @ local_of(a)).to(dtype)
         squares = total.square().sum(dim=1)
         if isinstance(weight, DTensor) and _cut_dim(weight) != 0:

@@ -115,11 +115,7 @@ class EightBitLinear(nn.Linear):
 
     def dequantized(self) -> torch.Tensor:
         """The weight, of this rank's rows and columns, in fp32."""
-        functional = importlib.import_module("bitsandbytes").functional
-        weight: torch.Tensor = functional.int8_vectorwise_dequant(
-            local_of(self.weight), local_of(self.scales)
-        )
-        return weight
+        return _of_rows(local_of(self.weight), local_of(self.scales))
 
     def _with_largest_of_all(
         self, x: torch.Tensor, weight: torch.Tensor
@@ -137,7 +133,15 @@ class EightBitLinear(nn.Linear):
         )
 
 
-QUANTIZED = (FourBitLinear, EightBitLinear)
+def dequantized(layer: Any) -> torch.Tensor:
+    """What the weight of a layer in few bits stands for, of this rank's rows and columns.
+
+    The layer is one of the above, or a `Linear8bitLt`.
+    """
+    if isinstance(layer, FourBitLinear | EightBitLinear):
+        return layer.dequantized()
+    scales = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    return _of_rows(layer.weight.data, scales)
 
 
 def use_kernels_of_training(model: nn.Module) -> None:
@@ -185,6 +189,12 @@ def _require_whole_blocks(module: FourBitLinear, name: str, by_columns: bool, wa
             f"{block} weights: cut by {'columns' if by_columns else 'rows'}, it needs a multiple "
             f"of {unit}. Use dp_shard_size or cp_size in place of tp_size, or load_in_8bit"
         )
+
+
+def _of_rows(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    functional = importlib.import_module("bitsandbytes").functional
+    floats: torch.Tensor = functional.int8_vectorwise_dequant(weight, scales)
+    return floats
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
