@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import milepost as mp
 from milepost_trainer.lora_settings import LoraSettings
-from milepost_trainer.parallel.collectives import with_summed_gradient
+from milepost_trainer.parallel.collectives import local, with_summed_gradient
 from milepost_trainer.parallel.experts import FACTORS, expert_modules
 
 _ALIGNMENT = 16
@@ -114,11 +114,6 @@ class AdaptedExperts:
         if name in self.added:
             output = output + self.added[name](rows, ends).to(output.dtype)
         return output
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a weight."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def put_expert_lora(model: nn.Module, settings: LoraSettings) -> list[nn.Parameter]:

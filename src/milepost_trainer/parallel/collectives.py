@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor; gradients flow through it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Sum(torch.autograd.Function):

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from milepost_trainer.parallel.quantized import dequantized, local_of
+from milepost_trainer.parallel.collectives import local
+from milepost_trainer.parallel.quantized import dequantized
 
 _MAGNITUDES = "lora_magnitude_vector"
 
@@ -91,10 +92,10 @@ class _LinearMagnitudes:
             base_result = base_layer(x.to(dtype) if dtype.is_floating_point else x).to(x.dtype)
         width = base_result.shape[-1]
         if base_layer.bias is not None:
-            base_result = base_result - self._of_width(local_of(base_layer.bias), width)
+            base_result = base_result - self._of_width(local(base_layer.bias), width)
         a, b = factors["lora_A"], factors["lora_B"]
         norms = self._norms(base_layer, a.weight, b.weight, scaling, x.dtype)
-        ratios = self._of_width(local_of(self.module.get_parameter("weight")) / norms, width)
+        ratios = self._of_width(local(self.module.get_parameter("weight")) / norms, width)
         added: torch.Tensor = (ratios - 1) * base_result + ratios * b(a(x)) * scaling
         return added
 
@@ -109,8 +110,8 @@ class _LinearMagnitudes:
     ) -> torch.Tensor:
         """Norms of this rank's outputs; as in peft they are constants to the gradient."""
         weight = base_layer.weight
-        held = local_of(weight) if weight.is_floating_point() else dequantized(base_layer)
-        total = held.to(dtype) + scaling * (local_of(b) @ local_of(a)).to(dtype)
+        held = local(weight) if weight.is_floating_point() else dequantized(base_layer)
+        total = held.to(dtype) + scaling * (local(b) @ local(a)).to(dtype)
         squares = total.square().sum(dim=1)
         if isinstance(weight, DTensor) and _cut_dim(weight) != 0:
             squares = DTensor.from_local(squares, weight.device_mesh, [Partial()]).full_tensor()
@@ -161,7 +162,7 @@ class _EmbeddingMagnitudes:
         factor = (a if has_tokens else b).detach()
         cut = distribute_tensor(factor, self.mesh, weight.placements, src_data_rank=None).to_local()
         delta = cut @ b if has_tokens else a @ cut
-        squares = (local_of(weight) + scaling * delta).square().sum(dim=0)
+        squares = (local(weight) + scaling * delta).square().sum(dim=0)
         if has_tokens:
             return DTensor.from_local(squares, self.mesh, [Partial()]).full_tensor().sqrt()
         whole = weight.shape[1:]

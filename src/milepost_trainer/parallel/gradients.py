@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from milepost_trainer.parallel.collectives import local
+
 
 def local_square_sum(params: Iterable[nn.Parameter], ranks: int) -> float:
     """This rank's part of the squared global norm: parts of all ranks add up to it.
@@ -35,8 +37,7 @@ def local_square_sum(params: Iterable[nn.Parameter], ranks: int) -> float:
 def scale(params: Iterable[nn.Parameter], factor: float) -> None:
     for param in params:
         if param.grad is not None:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            local.mul_(factor)
+            local(param.grad).mul_(factor)
 
 
 def global_norm(square_sum: float, device: torch.device) -> float:

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.tensor import DTensor
 
+from milepost_trainer.parallel.collectives import local
 from milepost_trainer.parallel.sizes import PipelineSchedule
 from milepost_trainer.parallel.stages import STAGES_PER_RANK_INTERLEAVED
 
@@ -125,4 +125,4 @@ class Pipeline:
 def share_tied_gradients(module: Any, group: Any) -> None:
     """Adds up the gradients of an embedding that lies with the first and with the last stage."""
     gradient = module.model.embed_tokens.weight.grad
-    dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=group)
+    dist.all_reduce(local(gradient), group=group)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+
+from milepost_trainer.parallel.collectives import local
 
 _SCALES = "scales"
 _COLUMNS_MORE = 16  # as many as keep products of 8-bit matrices aligned
@@ -61,7 +62,7 @@ class FourBitLinear(nn.Linear):
     def dequantized(self) -> torch.Tensor:
         """The weight, of this rank's rows and columns, in the dtype that it was quantised from."""
         functional = importlib.import_module("bitsandbytes").functional
-        packed, state = self._packed(local_of(self.weight), local_of(self.scales))
+        packed, state = self._packed(local(self.weight), local(self.scales))
         weight: torch.Tensor = functional.dequantize_4bit(packed, state)
         return weight
 
@@ -115,7 +116,7 @@ class EightBitLinear(nn.Linear):
 
     def dequantized(self) -> torch.Tensor:
         """The weight, of this rank's rows and columns, in fp32."""
-        return _of_rows(local_of(self.weight), local_of(self.scales))
+        return _of_rows(local(self.weight), local(self.scales))
 
     def _with_largest_of_all(
         self, x: torch.Tensor, weight: torch.Tensor
@@ -195,11 +196,6 @@ def _of_rows(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     functional = importlib.import_module("bitsandbytes").functional
     floats: torch.Tensor = functional.int8_vectorwise_dequant(weight, scales)
     return floats
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
