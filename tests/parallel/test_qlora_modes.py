@@ -177,7 +177,7 @@ def test_dora_learns_beside_dropout_as_in_peft(bits: str, runs: Runs) -> None:
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *DORA])
 def test_stages_of_a_pipeline_go_on_bit_for_bit(kind: str, runs: Runs) -> None:
     changes = runs.changes(kind, "llama-128")
     ends = [run(runs.directory / f"{kind}-{n}", runs.text, "pp2", **changes) for n in "ab"]
