@@ -155,8 +155,11 @@ def with_sinks() -> Named:
 
 
 def with_tower() -> Named:
-    """As `llama`, inside a model that has a block of a vision tower for each layer."""
-    block = _filled(HIDDEN, HIDDEN, seed=8)
+    """As `llama`, inside a model that has a block of a vision tower for each layer.
+
+    Blocks are small: as many layers as `llama` has make an input of a given size.
+    """
+    block = _filled(HIDDEN // 32, HIDDEN, seed=8)
     for name, tensor in llama():
         inner = name.removeprefix("model.")
         if inner.endswith("q_proj.weight"):

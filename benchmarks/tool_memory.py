@@ -4,8 +4,9 @@ Each verb reads a checkpoint of `--nbytes` from disk or the page cache and write
 process of its own that has done the same with one layer before. The bar of each: anonymous memory
 rises by at most twice the largest group of tensors that the verb must see together (a matrix of 8
 MiB, gate and up with their common scale, the experts of a layer, the same matrix of all models) and
-64 MiB. Nothing in it grows with the input. Inputs are made one by one and removed: the disk needs
-room for three times `--nbytes`. `--verbs` names those to run.
+64 MiB. Nothing in it grows with the input. Inputs are made verb by verb and removed: the disk needs
+room for three times `--nbytes`. `--verbs` names those to run, `--also` further sizes, which the
+same process reads after the first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from _anonymous import measured
-from _common import MIB, Options, Report, answer, child, parse_options, progress, work_directory
+from _common import (
+    MIB,
+    Options,
+    Report,
+    answer,
+    child,
+    parse_nbytes,
+    parse_options,
+    progress,
+    work_directory,
+)
 from _tool_inputs import (
     EP_RANKS,
     FP8,
@@ -271,13 +282,16 @@ def write_inputs(verb: Verb, place: Path, nbytes: int) -> None:
         link(place / str(number), place / "0")
 
 
-def run_measured(verb: Verb, place: Path) -> dict[str, float]:
-    """One run on the inputs in `place`, after one on those in its `tiny`."""
-    with _output(place) as out:
-        verb.run(place / TINY, out)
-    ctypes.CDLL(None).malloc_trim(0)
-    with _output(place) as out:
-        return measured(partial(verb.run, place, out))
+def run_measured(verb: Verb, places: Path, sizes: Sequence[int]) -> list[dict[str, float]]:
+    """One run on the inputs of each size in `places`, after one on those in its `tiny`."""
+    with _output(places) as out:
+        verb.run(places / TINY, out)
+    found = []
+    for nbytes in sizes:
+        ctypes.CDLL(None).malloc_trim(0)
+        with _output(places) as out:
+            found.append(measured(partial(verb.run, places / str(nbytes), out)))
+    return found
 
 
 @contextmanager
@@ -288,45 +302,54 @@ def _output(place: Path) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def sizes_of(options: Options) -> list[int]:
+    return [options.nbytes, *map(parse_nbytes, options.more["also"])]
+
+
 def measure(report: Report, options: Options, directory: Path) -> None:
     rows = []
+    sizes = sizes_of(options)
     for name in options.more["verbs"] or VERBS:
-        verb, place = VERBS[name], directory / "inputs"
-        write_inputs(verb, place, options.nbytes)
-        write_inputs(verb, place / TINY, 1)
-        found = []
+        verb, places = VERBS[name], directory / "inputs"
+        write_inputs(verb, places / TINY, 1)
+        for nbytes in sizes:
+            write_inputs(verb, places / str(nbytes), nbytes)
+        rounds = []
         for _ in range(options.rounds):
             if options.memory:
-                found.append(child(options, f"{name}={place}"))
+                rounds.append(child(options, f"{name}={','.join(map(str, sizes))}={places}"))
             else:
-                found.append(run_measured(verb, place))
-        shutil.rmtree(place)
-        row = {"verb": name, "s": round(min(each["seconds"] for each in found), 2)}
-        row |= {"group MiB": verb.group // MIB, "bound MiB": verb.bound // MIB}
-        if options.memory:
-            row["peak MiB"] = round(max(each["extra"] for each in found) / MIB, 1)
-        rows.append(row)
-        progress(", ".join(f"{key} {value}" for key, value in row.items()))
+                rounds.append(run_measured(verb, places, sizes))
+        shutil.rmtree(places)
+        for nbytes, found in zip(sizes, zip(*rounds, strict=True), strict=True):
+            row = {"verb": name, "input MiB": nbytes // MIB}
+            row["s"] = round(min(each["seconds"] for each in found), 2)
+            row |= {"group MiB": verb.group // MIB, "bound MiB": verb.bound // MIB}
+            if options.memory:
+                row["peak MiB"] = round(max(each["extra"] for each in found) / MIB, 1)
+            rows.append(row)
+            progress(", ".join(f"{key} {value}" for key, value in row.items()))
     report.rows("anonymous memory above that of the process", rows)
     for row in rows if options.memory else ():
         report.bar(
-            f"{row['verb']}: anonymous memory, MiB",
+            f"{row['verb']}, {row['input MiB']} MiB: anonymous memory, MiB",
             found=row["peak MiB"],
             limit=row["bound MiB"],
             higher_is_better=False,
         )
 
 
-def add_verbs(parser: argparse.ArgumentParser) -> None:
+def add_more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbs", nargs="+", choices=list(VERBS), help="all by default")
+    parser.add_argument("--also", nargs="+", default=[], metavar="NBYTES", help="further sizes")
 
 
 def main() -> int:
     assert __doc__ is not None
-    options = parse_options(__doc__, nbytes="8GiB", rounds=1, add_more=add_verbs)
+    options = parse_options(__doc__, nbytes="8GiB", rounds=1, add_more=add_more)
     if options.child is not None:
-        name, place = options.child.split("=", 1)
-        answer(run_measured(VERBS[name], Path(place)))
+        name, sizes, places = options.child.split("=", 2)
+        answer(run_measured(VERBS[name], Path(places), [int(size) for size in sizes.split(",")]))
         return 0
     report = Report(title="memory of after-training verbs", options=options)
     with work_directory(options) as directory:
