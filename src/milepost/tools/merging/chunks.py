@@ -18,7 +18,7 @@ from torch import Tensor
 from milepost.engine.source import memory_of
 from milepost.tools.rewrite.streams import MemoryStream, Stream
 
-CHUNK_NUMEL = 2**17
+CHUNK_NUMEL = 2**18
 """Short enough for the cache that cores share, long enough that threads seldom wait for each other
 between operations."""
 

@@ -176,8 +176,8 @@ class _Draws:
 
     def __init__(self, seed: int, key: str, number: int) -> None:
         mixed = xxhash.xxh64_intdigest(f"{seed}/{number}/{key}".encode())
-        self._bits = np.random.SFC64(mixed)
-        self._shift = int(self._bits.random_raw()) / 2**64
+        self._source = np.random.Generator(np.random.SFC64(mixed))
+        self._shift = int(self.words(1)[0]) / 2**64
         self._left = np.empty(0, dtype=np.uint16)
 
     def limits(self, chances: NDArray[np.float64]) -> NDArray[np.uint16]:
@@ -188,18 +188,21 @@ class _Draws:
     def take(self, count: int) -> NDArray[np.uint16]:
         """The next `count` numbers."""
         words = -(-max(0, count - len(self._left)) // 4)
-        drawn = self._bits.random_raw(words).view(np.uint16)
+        drawn = self.words(words).view(np.uint16)
         if len(self._left):
             drawn = np.concatenate([self._left, drawn])
         self._left = drawn[count:]
         return drawn[:count]
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """The next `count` times 64 bits, where no numbers are left of those taken."""
-        return self._bits.random_raw(count)
+        """The next `count` times 64 bits, where no numbers are left of those taken.
+
+        `random_raw` would take the lock of the interpreter anew for every word.
+        """
+        return self._source.integers(0, 2**64, count, dtype=np.uint64)
 
 
-_TOSSED_WORDS = 2**10
+_TOSSED_WORDS = 2**12  # a chunk's worth: threads wait for each other between operations
 
 
 class _Tosses:
@@ -207,8 +210,7 @@ class _Tosses:
 
     As many random bits make one as the chance of heads has binary digits, 16 at most: from the
     last digit on, `or` with a random bit where the digit is 1 and `and` where it is 0 halves the
-    chance so far and puts the digit in front. 64 tosses are made at a time by whole words. Numpy
-    draws words with the GIL held, so that fewer of them are worth more than what they cost.
+    chance so far and puts the digit in front. 64 tosses are made at a time by whole words.
     """
 
     def __init__(self, draws: _Draws, chance: float) -> None:
