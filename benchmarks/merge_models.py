@@ -46,7 +46,7 @@ def add_more(parser: argparse.ArgumentParser) -> None:
 
 
 def write_smollm2(place: Path) -> None:
-    """SmolLM2-135M in bf16, weights alone."""
+    """SmolLM2-135M in bf16, weights alone, with no manifest that others would copy."""
     sys.path.insert(0, str(Path(__file__).parent / "quality"))
     from quantize_smollm2 import smollm2
 
@@ -56,6 +56,7 @@ def write_smollm2(place: Path) -> None:
     run = place.with_name("run")
     smollm2(run, 0)
     reshard(run, place, options=RewriteOptions(is_durable=False))
+    (place / "milepost.json").unlink()
     shutil.rmtree(run)
 
 
