@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import milepost as mp
-from tests.trainer.modes import DROPOUT, Mode, start
+from tests.trainer.modes import DROPOUT, Mode, Training, start
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,13 @@ def everything(run: Path) -> dict[str, torch.Tensor]:
 
 
 def take_over(rank: int, world_size: int, mode: Mode, own: Path | None, others: list[Path]) -> None:
-    """Resumes on `mode` from its own run, bit for bit, and from runs of other shapes."""
+    """Resumes on `mode` from its own run, bit for bit, and from runs of other shapes, one after the
+    other into one model and optimizer: each load leaves nothing of what was there."""
     if own is not None:
         resume_exactly(rank, mode, own)
+    training = start(mode, seed=7)
     for run in others:
-        resume_resharded(mode, run)
+        resume_resharded(training, run)
 
 
 def resume_exactly(rank: int, mode: Mode, run: Path) -> None:
@@ -91,8 +93,7 @@ def resume_exactly(rank: int, mode: Mode, run: Path) -> None:
     assert_equal(training.values(), before.end)
 
 
-def resume_resharded(mode: Mode, run: Path) -> None:
-    training = start(mode, seed=7)
+def resume_resharded(training: Training, run: Path) -> None:
     report = mp.load(plain_checkpoint(run), training.state())
     # Ranks that shard alike hold alike, whatever they share otherwise: FSDP2 and FSDP2+CP.
     assert report.level.value in ("resharded", "exact-state"), (str(run), report.lines())
