@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 
 
-def measured(run: Callable[[], object]) -> dict[str, float]:
-    """`seconds`, and as `extra` the most bytes above those before; samples are 2 ms apart."""
-    before = _anonymous_nbytes()
+def measured(run: Callable[[], object], above: int | None = None) -> dict[str, float]:
+    """`seconds`, and as `extra` the most bytes above those before, or `above` so many; samples are
+    2 ms apart."""
+    before = anonymous_nbytes() if above is None else above
     peak, stop = [before], threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.002):
-            peak[0] = max(peak[0], _anonymous_nbytes())
+            peak[0] = max(peak[0], anonymous_nbytes())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -29,7 +30,7 @@ def measured(run: Callable[[], object]) -> dict[str, float]:
     return {"seconds": seconds, "extra": peak[0] - before}
 
 
-def _anonymous_nbytes() -> int:
+def anonymous_nbytes() -> int:
     with open("/proc/self/status", "rb", buffering=0) as file:
         text = file.read(4096)
     line = next(line for line in text.splitlines() if line.startswith(b"RssAnon:"))

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _anonymous import measured
+from _anonymous import anonymous_nbytes, measured
 from _common import (
     MIB,
     Options,
@@ -283,14 +283,16 @@ def write_inputs(verb: Verb, place: Path, nbytes: int) -> None:
 
 
 def run_measured(verb: Verb, places: Path, sizes: Sequence[int]) -> list[dict[str, float]]:
-    """One run on the inputs of each size in `places`, after one on those in its `tiny`."""
+    """One run on the inputs of each size in `places`, after one on those in its `tiny`. Memory is
+    above what there was after that, so that what a run leaves counts for the next."""
     with _output(places) as out:
         verb.run(places / TINY, out)
+    ctypes.CDLL(None).malloc_trim(0)
+    before = anonymous_nbytes()
     found = []
     for nbytes in sizes:
-        ctypes.CDLL(None).malloc_trim(0)
         with _output(places) as out:
-            found.append(measured(partial(verb.run, places / str(nbytes), out)))
+            found.append(measured(partial(verb.run, places / str(nbytes), out), above=before))
     return found
 
 
