@@ -59,9 +59,9 @@ test: $(READY)  ## the test suite without the slow tests
 	@$(PYTEST) -m "not slow"
 
 # Crash tests fork thousands of times, twice as fast where nothing else has been imported.
-test-all: $(READY)  ## the whole test suite
+test-all: $(READY)  ## the test suite with the slow tests
 	@$(PYTEST) tests/crash
-	@$(PYTEST) --ignore tests/crash
+	@$(PYTEST) -m "not brief" --ignore tests/crash
 
 test-8bit: $(EIGHT_BIT)/.ready  ## the tests of torchao and bitsandbytes, in .venv-8bit
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(EIGHT_BIT)/bin/python -m pytest -W ignore \

@@ -7,6 +7,7 @@ store hides the traps of the real one). A test passes a module-level function, c
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -29,6 +30,7 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
     "transformers.models.llama.modeling_llama",
+    "peft",
     "milepost.manager.manager",
     "milepost_trainer.training",
     "tests.worlds",
@@ -160,6 +162,7 @@ def _rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    gc.freeze()  # what all ranks imported is never freed: no collection goes through it
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

@@ -42,7 +42,7 @@ SPREAD = {
 QUICK = [m for f, ms in FAMILIES.items() for m in ms if m.name in SPREAD[f]]
 EVERY = [m for ms in FAMILIES.values() for m in ms]
 CASES = [
-    *(pytest.param(m, BRIEF, id=str(m)) for m in QUICK),
+    *(pytest.param(m, BRIEF, id=str(m), marks=pytest.mark.brief) for m in QUICK),
     *(pytest.param(m, FULL, id=f"{m}-full", marks=pytest.mark.slow) for m in EVERY),
 ]
 
@@ -98,6 +98,7 @@ def test_one_process_takes_over(mode: Mode, steps: Steps, run_of: RunOf) -> None
     take_over(0, 1, alone(mode.family), None, [run_of(mode, steps)])
 
 
+@pytest.mark.brief
 @pytest.mark.parametrize("mode", QUICK, ids=str)
 def test_a_resume_is_exact_on_the_same_shape_and_equal_from_others(
     mode: Mode, run_of: RunOf
