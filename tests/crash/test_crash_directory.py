@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
 from tests.crash.conftest import split
+from tests.crash.proven import Proven, files_in
 
 Committed: TypeAlias = dict[int, float]
 """What a run holds: by step, the value that its tensors were made from."""
@@ -91,16 +93,26 @@ def committed(root: Path) -> Committed:
     found: Committed = {}
     for entry in list_run(root).committed:
         checkpoint = mp.Checkpoint.open(root / entry.name)
-        report = checkpoint.verify()
-        assert report.has_digests and not report.problems, report.problems
         assert checkpoint.info.checkpoint_id == entry.manifest.checkpoint_id
-        value = entry.manifest.metrics["value"]
-        assert isinstance(value, float)
-        live, wanted = state(0.5), state(value)
-        mp.load(root / entry.name, live)
-        assert same(dict(tensors(live)), dict(tensors(wanted)))
+        prove = partial(proven_value, checkpoint, root / entry.name)
+        value = _proven.of(files_in(entry.path), root, entry.name, prove)
+        assert entry.manifest.metrics["value"] == value
         found[entry.step] = value
     return found
+
+
+_proven: Proven[float] = Proven()
+
+
+def proven_value(checkpoint: mp.Checkpoint, path: Path) -> float:
+    report = checkpoint.verify()
+    assert report.has_digests and not report.problems, report.problems
+    value = checkpoint.info.metrics["value"]
+    assert isinstance(value, float)
+    live, wanted = state(0.5), state(value)
+    mp.load(path, live)
+    assert same(dict(tensors(live)), dict(tensors(wanted)))
+    return value
 
 
 def leftovers(root: Path) -> set[str]:

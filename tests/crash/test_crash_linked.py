@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from milepost.plan import parts
 from milepost.testing.faults import Ending, Fault, Operation
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
+from tests.crash.proven import Proven, files_in
 
 Committed: TypeAlias = dict[int, float]
 """What a run holds: by step, the value of its trained tensor."""
@@ -61,17 +63,27 @@ def committed(root: Path) -> Committed:
     """What `root` holds; each of it is proven by its digests and loads bit for bit."""
     found: Committed = {}
     for entry in list_run(root).committed:
-        checkpoint = mp.Checkpoint.open(root / entry.name)
-        assert not checkpoint.verify().problems
-        value = entry.manifest.metrics["value"]
-        assert isinstance(value, float)
-        live, wanted = Adapted(0.5), Adapted(value)
-        live.frozen.data.zero_()
-        mp.load(root / entry.name, {"model": live})
-        assert torch.equal(live.frozen, wanted.frozen)
-        assert torch.equal(live.trained, wanted.trained)
+        prove = partial(proven_value, root / entry.name)
+        value = _proven.of(files_in(entry.path), root, entry.name, prove)
+        assert entry.manifest.metrics["value"] == value
         found[entry.step] = value
     return found
+
+
+_proven: Proven[float] = Proven()
+
+
+def proven_value(path: Path) -> float:
+    checkpoint = mp.Checkpoint.open(path)
+    assert not checkpoint.verify().problems
+    value = checkpoint.info.metrics["value"]
+    assert isinstance(value, float)
+    live, wanted = Adapted(0.5), Adapted(value)
+    live.frozen.data.zero_()
+    mp.load(path, {"model": live})
+    assert torch.equal(live.frozen, wanted.frozen)
+    assert torch.equal(live.trained, wanted.trained)
+    return value
 
 
 def leftovers(root: Path) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from milepost.testing.faults import Ending, Fault, FaultPlan, Operation
 from milepost.testing.forked import run_with_fault
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
+from tests.crash.proven import Proven
 
 Found: TypeAlias = dict[str, int]
 """What a directory holds: by path, the number that its tensors were made from."""
@@ -49,17 +51,26 @@ def found(root: Path) -> Found:
     for path in sorted(root.rglob("*.pt")):
         if path.name.startswith("."):
             continue
-        report = mp.Checkpoint.open(path).verify()
-        assert report.has_digests and not report.problems, report.problems
-        loaded = mp.load_checkpoint(path)
-        number = loaded["step"]
-        wanted = weights(number)
-        assert wanted.keys() == loaded["model_state"].keys()
-        assert all(torch.equal(wanted[name], loaded["model_state"][name]) for name in wanted)
-        exp_avg = loaded["optimizer"]["state"][0]["exp_avg"]
-        assert torch.equal(exp_avg, moments(number)["state"][0]["exp_avg"])
-        numbers[path.relative_to(root).as_posix()] = number
+        name = path.relative_to(root).as_posix()
+        numbers[name] = _proven.of([path], root, name, partial(proven_number, path))
     return numbers
+
+
+_proven: Proven[int] = Proven()
+
+
+def proven_number(path: Path) -> int:
+    report = mp.Checkpoint.open(path).verify()
+    assert report.has_digests and not report.problems, report.problems
+    loaded = mp.load_checkpoint(path)
+    number = loaded["step"]
+    assert isinstance(number, int)
+    wanted = weights(number)
+    assert wanted.keys() == loaded["model_state"].keys()
+    assert all(torch.equal(wanted[name], loaded["model_state"][name]) for name in wanted)
+    exp_avg = loaded["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(exp_avg, moments(number)["state"][0]["exp_avg"])
+    return number
 
 
 def leftovers(root: Path) -> set[str]:

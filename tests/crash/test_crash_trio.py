@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,11 +15,12 @@ import torch
 import milepost as mp
 from milepost.errors import NotFoundError, RunInUseError
 from milepost.layouts.single_file import write_single_file
-from milepost.layouts.trio import TrioContent, remove_trio, trio_names, write_trio
+from milepost.layouts.trio import TrioCheckpoint, TrioContent, remove_trio, trio_names, write_trio
 from milepost.testing.faults import Ending, Fault, FaultPlan, Operation, lacking, record
 from milepost.testing.forked import run_with_fault, standing_still
 from milepost.testing.matrix import Attempt, CrashMatrix
 from milepost.testing.power import PowerLoss
+from tests.crash.proven import Proven, files_in
 
 Found: TypeAlias = dict[str, int]
 """What a directory holds: by name, the epoch that its tensors were made from."""
@@ -74,17 +76,28 @@ def found(root: Path) -> Found:
             checkpoint = mp.Checkpoint.open(path)
         except NotFoundError:
             continue
-        report = checkpoint.verify()
-        assert report.has_digests and not report.problems, report.problems
-        loaded = mp.load_checkpoint(path)
-        epoch = loaded["epoch"]
-        wanted = weights(epoch)
-        assert wanted.keys() == loaded["model_state"].keys()
-        assert all(torch.equal(wanted[name], loaded["model_state"][name]) for name in wanted)
-        exp_avg = loaded["optimizer"]["state"][0]["exp_avg"]
-        assert torch.equal(exp_avg, moments(epoch)["state"][0]["exp_avg"])
-        epochs[stem] = epoch
+        files = files_in(root)  # a record may say that one of them has the name
+        if isinstance(checkpoint, TrioCheckpoint):
+            files = [place.path for place in checkpoint.documents.places.values()]
+        epochs[stem] = _proven.of(files, root, stem, partial(proven_epoch, checkpoint, path))
     return epochs
+
+
+_proven: Proven[int] = Proven()
+
+
+def proven_epoch(checkpoint: mp.Checkpoint, path: Path) -> int:
+    report = checkpoint.verify()
+    assert report.has_digests and not report.problems, report.problems
+    loaded = mp.load_checkpoint(path)
+    epoch = loaded["epoch"]
+    assert isinstance(epoch, int)
+    wanted = weights(epoch)
+    assert wanted.keys() == loaded["model_state"].keys()
+    assert all(torch.equal(wanted[name], loaded["model_state"][name]) for name in wanted)
+    exp_avg = loaded["optimizer"]["state"][0]["exp_avg"]
+    assert torch.equal(exp_avg, moments(epoch)["state"][0]["exp_avg"])
+    return epoch
 
 
 def leftovers(root: Path) -> set[str]:
