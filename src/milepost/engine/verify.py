@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
 import xxhash
@@ -34,9 +35,11 @@ def find_bad_extents(
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[BadExtent]:
     """Every extent that does not match its digest, in order of file and offset."""
-    jobs = [(path, extent) for path, extents in files.items() for extent in extents]
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="milepost-verify") as pool:
-        results = pool.map(lambda job: _check(job[0], job[1], on_bytes), jobs)
+    jobs = [(path, extent, on_bytes) for path, extents in files.items() for extent in extents]
+    if threads <= 1:
+        return [bad for bad in starmap(_check, jobs) if bad is not None]
+    with ThreadPoolExecutor(threads, thread_name_prefix="milepost-verify") as pool:
+        results = pool.map(lambda job: _check(*job), jobs)
         return [bad for bad in results if bad is not None]
 
 
