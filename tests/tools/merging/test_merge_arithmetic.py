@@ -47,7 +47,7 @@ from milepost.tools.merging.spherical import (
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts so short that every tensor here has several."""
-    monkeypatch.setattr(chunks, "CHUNK_NUMEL", 700)
+    monkeypatch.setattr(chunks, "CHUNK_NUMEL", 704)
 
 
 def models(count: int, *shape: int, seed: int = 0) -> list[Tensor]:
@@ -176,9 +176,8 @@ def kept_of(dropper: Dropper, like: Tensor, inputs: Inputs, number: int = 0) -> 
     rows = inputs.chunks(dropper.row_numel(like.shape))
     found = []
     for values, _ in rows:
-        out = np.empty(values.shape[1], dtype=np.bool_)
-        mask(values[number].numpy(), out)
-        found.append(torch.from_numpy(out))
+        bits = np.unpackbits(mask(values[number].numpy()), count=values.shape[1])
+        found.append(torch.from_numpy(bits.view(np.bool_)))
     return torch.cat(found).view(like.shape)
 
 

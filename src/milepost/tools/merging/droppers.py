@@ -19,9 +19,13 @@ from milepost.errors import InvalidInputError
 from milepost.tools.merging.chunks import Inputs, room
 from milepost.tools.merging.select import MAGNITUDE, Bits, Cut, Kept
 
-Mask: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.bool_]], None]
-"""`mask(values, out)` says in `out` which `values` of the next chunk are kept; called with all
-chunks in order."""
+Packed: TypeAlias = NDArray[np.uint8]
+"""A bit an element, 1 for what is kept, from the highest bit of each byte on; the bits of the last
+byte that no element has may be anything."""
+
+Mask: TypeAlias = Callable[[NDArray[np.float32]], Packed]
+"""Which values of the next chunk are kept; called with all chunks in order, of which only the last
+may have a number of elements that 8 does not divide if rows are of one element."""
 
 
 class Dropper(Protocol):
@@ -47,9 +51,14 @@ def sizes_of(values: NDArray[np.float32], out: Bits | None = None) -> Bits:
     return np.bitwise_and(values.view(np.int32), np.int32(MAGNITUDE), out=out)
 
 
-def keep_all(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+def keep_all(values: NDArray[np.float32]) -> Packed:
     """The mask of what drops nothing."""
-    out[:] = True
+    return np.full(-(-len(values) // 8), 255, dtype=np.uint8)
+
+
+def _flags(use: str, values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    flags: NDArray[np.bool_] = room(use, len(values), dtype=torch.bool).numpy()
+    return flags
 
 
 class _BySize:
@@ -68,7 +77,13 @@ class KeepLargest(_BySize):
 
     def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
         kept = Kept(cuts[0])
-        return lambda values, out: kept.mask(sizes_of(values), out)
+
+        def mask(values: NDArray[np.float32]) -> Packed:
+            flags = _flags("kept", values)
+            kept.mask(sizes_of(values), flags)
+            return np.packbits(flags)
+
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,11 @@ class KeepMiddle(_BySize):
     def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
         inner, outer = (Kept(cut) for cut in cuts)
 
-        def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
-            sizes, top = sizes_of(values), np.empty_like(out)
+        def mask(values: NDArray[np.float32]) -> Packed:
+            sizes, top, flags = sizes_of(values), _flags("top", values), _flags("kept", values)
             inner.mask(sizes, top)
-            outer.mask(sizes, out)
-            np.greater(out, top, out=out)
+            outer.mask(sizes, flags)
+            return np.packbits(np.greater(flags, top, out=flags))
 
         return mask
 
@@ -113,7 +128,7 @@ class KeepRandom:
 
     def masks(self, inputs: Inputs, number: int, cuts: Sequence[Cut]) -> Mask:
         tosses = _Tosses(_Draws(self.seed, inputs.key, number), self.density)
-        return lambda values, out: tosses.fill(out)
+        return lambda values: tosses.take(len(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +160,14 @@ class KeepByRank:
         ranks = np.arange(width) / max(1, width - 1)
         limits = draws.limits(self.density - self.epsilon + 2 * self.epsilon * ranks)
 
-        def mask(values: NDArray[np.float32], out: NDArray[np.bool_]) -> None:
+        def mask(values: NDArray[np.float32]) -> Packed:
             count = len(values)
             order = _order(sizes_of(values), width)
             chosen = draws.take(count).reshape(-1, width) < limits
-            found = torch.from_numpy(out)
+            flags = _flags("kept", values)
+            found = torch.from_numpy(flags)
             found.scatter_(0, torch.from_numpy(order), torch.from_numpy(chosen.reshape(-1)))
+            return np.packbits(flags)
 
         return mask
 
@@ -206,7 +223,7 @@ _TOSSED_WORDS = 2**12  # a chunk's worth: threads wait for each other between op
 
 
 class _Tosses:
-    """Tosses of a coin in a row, whatever the lengths in which they are taken.
+    """Tosses of a coin in a row, whatever the multiples of 8 in which they are taken.
 
     As many random bits make one as the chance of heads has binary digits, 16 at most: from the
     last digit on, `or` with a random bit where the digit is 1 and `and` where it is 0 halves the
@@ -218,16 +235,18 @@ class _Tosses:
         digits = f"{limit:016b}".rstrip("0")
         self._draws = draws
         self._joins = [np.bitwise_or if d == "1" else np.bitwise_and for d in reversed(digits)]
-        self._left = np.empty(0, dtype=np.bool_)
+        self._left = np.empty(0, dtype=np.uint8)
 
-    def fill(self, out: NDArray[np.bool_]) -> None:
-        """The next tosses, True for heads."""
-        while len(out):
+    def take(self, count: int) -> Packed:
+        """The next `count` tosses, 1 for heads."""
+        nbytes, taken = -(-count // 8), []
+        while nbytes:
             if not len(self._left):
-                self._left = np.unpackbits(self._toss().view(np.uint8)).view(np.bool_)
-            count = min(len(out), len(self._left))
-            out[:count] = self._left[:count]
-            out, self._left = out[count:], self._left[count:]
+                self._left = self._toss().view(np.uint8)
+            taken.append(self._left[:nbytes])
+            nbytes -= len(taken[-1])
+            self._left = self._left[len(taken[-1]) :]
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
     def _toss(self) -> NDArray[np.uint64]:
         heads = np.zeros(_TOSSED_WORDS, dtype=np.uint64)

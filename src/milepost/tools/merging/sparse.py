@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from milepost.tools.merging.chunks import Inputs, added, room
-from milepost.tools.merging.droppers import Dropper, Mask, keep_all, sizes_of
+from milepost.tools.merging.droppers import Dropper, Mask, Packed, keep_all, sizes_of
 from milepost.tools.merging.select import Bits, Cut, Kept, largest
 
 _NO_LENGTH = 1e-7
 _SIGN = -(2**31)
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(np.float32)
+"""The bits of every byte, `[256, 8]`."""
 
 
 class Consensus(Enum):
@@ -60,8 +62,7 @@ def merge_differences(inputs: Inputs, how: Sum) -> Iterator[Tensor]:
     divisor = float(weights.sum())
     for rows, origin in inputs.chunks(kept.multiple):
         assert origin is not None, "differences are to a base"
-        kept.apply(rows)
-        rows.mul_(weights)
+        kept.weigh(rows, weights)
         out, signs, divisors = room("sums", 3, rows.shape[1])
         if how.consensus is Consensus.SIGN:
             _flip_to_majority(rows, signs)
@@ -97,26 +98,23 @@ def _divisors(rows: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     In `out`; `rows` `[n, elements]`, which are not negative, are used up.
     """
     added(rows.sign_().mul_(weights), out)
-    return out.add_(_as_floats(out.numpy() == 0, rows[0]))
-
-
-def _as_floats(mask: NDArray[np.bool_], out: Tensor) -> Tensor:
-    return out.copy_(torch.from_numpy(mask.view(np.uint8)))
+    return out.add_(rows[0].copy_(out == 0))
 
 
 class _Kept:
     """What is kept of the differences of every model, and by which factor it is scaled.
 
     The factors are known only once all masks are; these stay in memory meanwhile, a bit an element.
+    Kept elements are multiplied by factor and weight in one go, by way of a table for each model.
     """
 
     def __init__(self, inputs: Inputs, how: Sum) -> None:
         self._inputs, self._droppers = inputs, how.droppers
         chosen = [dropper for dropper in how.droppers if dropper is not None]
         self.multiple = max([1, *(dropper.row_numel(inputs.shape) for dropper in chosen)])
-        self._factors: Tensor | None = None
+        self._tables = [_BITS * np.float32(weight) for weight in how.weights]
         self._masks = self._begin(_cuts(inputs, how.droppers)) if chosen else []
-        self._packed: Iterator[NDArray[np.uint8]] | None = None
+        self._measured: Iterator[list[Packed]] | None = None
         if how.rescale is Rescale.L1 and chosen:
             self._measure()
 
@@ -126,36 +124,41 @@ class _Kept:
             for number, dropper in enumerate(self._droppers)
         ]
 
-    def apply(self, rows: Tensor) -> None:
-        """Zero in the next chunk what is dropped, and scale the rest."""
-        if self._packed is not None:
-            bits = np.unpackbits(next(self._packed), axis=1, count=rows.shape[1])
-            rows.mul_(_as_floats(bits.view(np.bool_), room("mask", *rows.shape)))
-        elif self._masks:
-            rows.mul_(self._next(rows)[1])
-        if self._factors is not None:
-            rows.mul_(self._factors)
+    def weigh(self, rows: Tensor, weights: Tensor) -> None:
+        """Zero in the next chunk what is dropped; multiply the rest by `weights` `[n, 1]`, and by
+        the factors."""
+        if not self._masks:
+            rows.mul_(weights)
+            return
+        masks = self._find(rows) if self._measured is None else next(self._measured)
+        rows.mul_(_multipliers(self._tables, masks, rows))
 
-    def _next(self, rows: Tensor) -> tuple[NDArray[np.bool_], Tensor]:
-        """The masks of the next chunk, as they are and as 0 and 1."""
-        mask = room("mask", *rows.shape, dtype=torch.bool).numpy()
-        for find, values, out in zip(self._masks, rows.numpy(), mask, strict=True):
-            find(values, out)
-        return mask, _as_floats(mask, room("mask", *rows.shape))
+    def _find(self, rows: Tensor) -> list[Packed]:
+        """The masks of the next chunk."""
+        return [find(row) for find, row in zip(self._masks, rows.numpy(), strict=True)]
 
     def _measure(self) -> None:
         """Go over all differences once, for their L1 norms and those of what is kept."""
         before, after = torch.zeros(2, len(self._droppers), dtype=torch.float64).unbind()
-        packed = []
+        ones, found = [_BITS] * len(self._masks), []
         for rows, _ in self._inputs.chunks(self.multiple):
-            mask, floats = self._next(rows)
-            packed.append(np.packbits(mask, axis=1))
+            found.append(self._find(rows))
             before += rows.abs_().sum(1)
-            after += rows.mul_(floats).sum(1)
-        self._packed = iter(packed)
+            after += rows.mul_(_multipliers(ones, found[-1], rows)).sum(1)
+        self._measured = iter(found)
         has_length = (before >= _NO_LENGTH) & (after >= _NO_LENGTH)
-        factors = torch.where(has_length, before / after, 1.0)
-        self._factors = factors.float()[:, None]
+        factors = torch.where(has_length, before / after, 1.0).float().numpy()
+        self._tables = [t * factor for t, factor in zip(self._tables, factors, strict=True)]
+
+
+def _multipliers(
+    tables: Sequence[NDArray[np.float32]], masks: Sequence[Packed], rows: Tensor
+) -> Tensor:
+    """What masks multiply `rows` `[n, elements]` by: an entry of the model's table for 8 bits."""
+    out = room("multipliers", len(rows), len(masks[0]), 8).numpy()
+    for table, mask, row in zip(tables, masks, out, strict=True):
+        np.take(table, mask, axis=0, out=row, mode="wrap")  # unlike "raise", right into it
+    return torch.from_numpy(out).flatten(1)[:, : rows.shape[1]]
 
 
 def _cuts(inputs: Inputs, droppers: Sequence[Dropper | None]) -> list[list[Cut]]:
