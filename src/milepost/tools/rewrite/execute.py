@@ -182,7 +182,7 @@ def _tasks(groups: Sequence[Group], plan: OutputPlan, files: Sequence[PartFile])
         for first, run in _runs(file, copied):
             tasks.setdefault(first, []).append(run)
     ordered = list(headers)
-    for group in groups:
+    for group in sorted(groups, key=partial(_order_of, plan)):
         for spec in group.outputs:
             ordered += tasks.get(spec.name, [])
         if isinstance(group, Computed):
@@ -194,6 +194,16 @@ def _tasks(groups: Sequence[Group], plan: OutputPlan, files: Sequence[PartFile])
             work = partial(_stream, group, files[number], start)
             ordered.append(_Task(work, [files[number]], group.memory_nbytes))
     return ordered
+
+
+def _order_of(plan: OutputPlan, group: Group) -> tuple[int, int]:
+    """Part by part, and of each what is streamed, the longest first, so that threads end together.
+
+    It takes as much memory whatever its length. Of what is held whole the largest would come at
+    once, so that stays in its order.
+    """
+    part = min((plan.places[spec.name][0] for spec in group.outputs), default=0)
+    return part, -group.output.nbytes if isinstance(group, Streamed) else 0
 
 
 def _write_header(file: PartFile, scratch: Scratch) -> None:
