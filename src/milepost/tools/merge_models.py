@@ -20,7 +20,7 @@ from milepost.storage.fileops import PathLike
 from milepost.tools.carried import Carried, carried_files
 from milepost.tools.cast import refuse_quantised
 from milepost.tools.merge_peft_source import open_with_adapter
-from milepost.tools.merging.chunks import CHUNK_NUMEL, Flat, Inputs, flat, rounded
+from milepost.tools.merging.chunks import Flat, Inputs, flat, longest_numel, rounded
 from milepost.tools.merging.layers import Planner, Wanted, set_layers
 from milepost.tools.merging.methods import Method
 from milepost.tools.merging.parameters import resolve
@@ -136,7 +136,7 @@ class _Merge:
     def _options(self, inputs: int, given: RewriteOptions | None) -> RewriteOptions:
         """With memory for every thread, unless the caller said how much."""
         options = given or RewriteOptions()
-        chunks = _chunks_nbytes(self._recipe.definition, CHUNK_NUMEL, inputs)
+        chunks = _chunks_nbytes(self._recipe.definition, longest_numel(), inputs)
         room = options.threads * (chunks + _PICKED_NBYTES)
         return replace(options, memory_nbytes=options.memory_nbytes or room)
 
@@ -378,7 +378,7 @@ def _memory_nbytes(
     method: Method, inputs: Sequence[SourceTensor], spec: TensorSpec, alignment: Alignment | None
 ) -> int:
     """What a merge holds: some chunks; tables that are aligned; what a method picked."""
-    numel, chunk = prod(spec.shape), CHUNK_NUMEL
+    numel, chunk = prod(spec.shape), longest_numel()
     if method.by_row:
         chunk = max(chunk, prod(spec.shape[1:]) if len(spec.shape) > 1 else numel)
     held = _chunks_nbytes(method, min(numel, chunk), len(inputs))

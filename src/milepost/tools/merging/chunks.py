@@ -19,8 +19,13 @@ from milepost.engine.source import memory_of
 from milepost.tools.rewrite.streams import MemoryStream, Stream
 
 CHUNK_NUMEL = 2**18
-"""Short enough for the cache that cores share, long enough that threads seldom wait for each other
-between operations."""
+"""About so many elements are a chunk: short enough for the cache that cores share, long enough that
+threads seldom wait for each other between operations."""
+
+
+def longest_numel() -> int:
+    """Most elements of a chunk, unless a row is longer."""
+    return CHUNK_NUMEL * 3 // 2
 
 
 class _Rooms(threading.local):
@@ -37,7 +42,7 @@ def room(use: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory of this thread for one `use`: the same every time, and what was in it is lost.
 
     Fresh memory would cost more, page by page, than most operations on it. What chunks above
-    `CHUNK_NUMEL` needed is given back when a pass over them ends.
+    `longest_numel()` needed is given back when a pass over them ends.
     """
     numel = prod(shape)
     held = _rooms.held.get((use, dtype))
@@ -108,8 +113,15 @@ class Inputs:
         return self.shape.numel()
 
     def length(self, multiple: int = 1) -> int:
-        """Elements of a chunk: about `CHUNK_NUMEL`, a multiple of `multiple` unless all fit."""
-        return min(self.numel, max(1, CHUNK_NUMEL // multiple) * multiple)
+        """Elements of a chunk: a multiple of `multiple`, and of 8 if that is 1, unless all fit.
+
+        Chunks of a tensor are about as long as each other, since an element costs more in a short
+        one: there are as many as makes their length closest to `CHUNK_NUMEL`.
+        """
+        unit = multiple if multiple > 1 else 8
+        units, usual = -(-self.numel // unit), max(1, CHUNK_NUMEL // unit)
+        count = max(1, (2 * units + usual) // (2 * usual))
+        return min(self.numel, -(-units // count) * unit)
 
     def chunks(self, multiple: int = 1, every: int = 1) -> Iterator[Chunk]:
         """All elements from the first on, in chunks of `length(multiple)`; the last may be shorter.
@@ -133,7 +145,7 @@ class Inputs:
                 else:
                     yield Chunk(rows[:-1].sub_(rows[-1]), rows[-1])
         finally:
-            if length > CHUNK_NUMEL:
+            if length > longest_numel():
                 _rooms.held.clear()  # no other tensor needs as much, and other threads may
 
 
