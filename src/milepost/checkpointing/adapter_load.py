@@ -22,7 +22,7 @@ from milepost.checkpointing.adapter_vocabulary import other_vocabulary
 from milepost.checkpointing.agree import names_elsewhere
 from milepost.checkpointing.load_model import ModelLoad
 from milepost.checkpointing.load_names import LiveNames, stored_names
-from milepost.engine.rendezvous import Conversation
+from milepost.engine.rendezvous import Conversation, led
 from milepost.errors import (
     CheckpointIncompleteError,
     InvalidInputError,
@@ -308,15 +308,20 @@ def _live_names(leaves: Leaves, names: Mapping[FQN, str]) -> LiveNames:
 def _require_same_files(
     talk: Conversation, key: str, saved: StoredAdapter, infos: Mapping[str, StoredInfo]
 ) -> None:
-    """Refuse when ranks see different adapters; collective."""
+    """Refuse when ranks see different adapters; collective.
+
+    No rank goes on before that is known: one that did might be the first to fail, and tell of what
+    its own adapter lacks instead.
+    """
     seen = json.dumps([sorted(infos.items()), saved.config.document], sort_keys=True, default=str)
     digests = talk.gather(f"adapter-seen/{key}", xxhash.xxh3_128(seen.encode()).digest())
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise MismatchError(
-                f"{saved.directory}: rank 0 and rank {rank} see different adapters there; give "
-                "every rank the same files"
-            )
+    with led(talk, f"adapter-same/{key}"):
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
+                raise MismatchError(
+                    f"{saved.directory}: rank 0 and rank {rank} see different adapters there; give "
+                    "every rank the same files"
+                )
 
 
 def _check_kind(saved: StoredAdapter, live: LiveAdapter, key: str) -> None:
